@@ -71,7 +71,7 @@ class FusedChunkSteps:
         self._eps = np.float32(hparams.norm_eps)
         self._scale = np.float32(hparams.residual_scale)
 
-    def _new(self, *shape: int) -> Any:
+    def new(self, *shape: int) -> Any:
         """Returns uninitialised rows of the compute type."""
         return np.empty(shape, np.float32)
 
@@ -84,7 +84,7 @@ class FusedChunkSteps:
     def norm(self, x: np.ndarray, weight: np.ndarray | None) -> Any:
         if weight is None:
             return self.rounded(x)
-        out = self._new(*x.shape)
+        out = self.new(*x.shape)
         kernels.norm_rows(x, weight, self._eps, out, self._n_threads)
         return out
 
@@ -94,7 +94,7 @@ class FusedChunkSteps:
         return out
 
     def rounded(self, x: np.ndarray) -> Any:
-        out = self._new(*x.shape)
+        out = self.new(*x.shape)
         kernels.round_rows(x, out, self._n_threads)
         return out
 
@@ -104,7 +104,7 @@ class FusedChunkSteps:
         n_kv = sizes.n_head_kv if layer.kv else 0
         q, k, v = (n_head, sizes.head_dim), (n_kv, sizes.head_dim), (n_kv, sizes.value_dim)
         half = sizes.n_rot // 2
-        outs = [self._new(n, n_rows, d) for n, d in (q, k, v, q, k)]
+        outs = [self.new(n, n_rows, d) for n, d in (q, k, v, q, k)]
         rope = self._ropes.of(sizes.kind)
         kernels.split_heads(
             raw, *map(given, layer.biases), given(layer.q_norm), given(layer.k_norm),
@@ -114,12 +114,12 @@ class FusedChunkSteps:
         return AttnInput._make((*outs, pos))
 
     def gate_heads(self, attended: Any, raw: Any, sizes: LayerParams) -> Any:
-        out = self._new(*attended.shape)
+        out = self.new(*attended.shape)
         kernels.gate_heads(attended, raw, sizes.value_dim, out, self._n_threads)
         return out
 
     def gate(self, gate_up: Any) -> Any:
-        out = self._new(len(gate_up), gate_up.shape[1] // 2)
+        out = self.new(len(gate_up), gate_up.shape[1] // 2)
         kernels.gate_rows(gate_up, self._activation, out, self._n_threads)
         return out
 
@@ -132,7 +132,7 @@ class FusedChunkSteps:
 class FusedBF16ChunkSteps(FusedChunkSteps):
     """FusedChunkSteps in bf16."""
 
-    def _new(self, *shape: int) -> Any:
+    def new(self, *shape: int) -> Any:
         return on_lines(shape, np.uint16)
 
 

@@ -11,6 +11,8 @@ from sparsekv_cli.cache.spec import WINDOW
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.experts import decode as experts
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
+from sparsekv_cli.cpu.latent import decode as latent
+from sparsekv_cli.cpu.latent.state import LatentState
 from sparsekv_cli.cpu.layer import decode as fused
 from sparsekv_cli.cpu.layer.activation import ACTIVATIONS
 from sparsekv_cli.cpu.layer.layer_input import add_input
@@ -19,10 +21,12 @@ from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.experts import ExpertSteps, expert_matrices
 from sparsekv_cli.models.hparams import HParams, LayerParams
 from sparsekv_cli.models.layers.input_steps import InputSteps
+from sparsekv_cli.models.layers.latent_steps import latent_inputs_of, new_latent_state
 from sparsekv_cli.models.rope import RopeTables
 from sparsekv_cli.models.weights import (
     AttentionWeights,
     ExpertWeights,
+    LatentWeights,
     LayerWeights,
     StateWeights,
     Weights,
@@ -50,7 +54,7 @@ class DecodeStep:
         n_threads: int,
     ) -> None:
         h = hparams
-        self.capacity, self.n_threads = capacity, n_threads
+        self.capacity, self.n_threads, self._n_planes = capacity, n_threads, n_planes
         n_attended = [each.n_attended for each in h.layers]
         n_projected = [sum(w.n_rows for w in each.inputs()) for each in weights.layers]
         n_ff = max(each.n_ff for each in h.layers)
@@ -77,6 +81,7 @@ class DecodeStep:
         self._experts = ExpertSteps(weights, capacity, n_planes)
         inputs = [(each.input, each.scale) for each in weights.layers]
         self._layer_inputs = InputSteps(weights.inputs, inputs, capacity, n_planes, h.norm_eps)
+        self._latents: dict[int, LatentState] = {}  # by the number of the layer
         self._layers = [
             self._state(i, h, layer, architecture) for i, layer in enumerate(weights.layers)
         ]
@@ -109,6 +114,10 @@ class DecodeStep:
             arrays |= dict(zip(("q_bias", "k_bias", "v_bias"), weights.biases, strict=True))
             arrays |= {name: getattr(weights, name) for name in ("q_norm", "k_norm", "v_norm")}
             self.inputs.append(list(zip(*results.values(), strict=True)))
+        elif isinstance(weights, LatentWeights):
+            results = {}
+            self._latents[i] = state = self._latent_state(h, sizes, weights, n_projected)
+            self.inputs.append(latent_inputs_of(state))
         else:
             assert isinstance(weights, StateWeights)
             results = {}
@@ -116,7 +125,8 @@ class DecodeStep:
         self._own.append(results)
         has_own = h.window_rope is not None and sizes.kind == WINDOW
         cos, sin = self._turns[2 * has_own :][:2]
-        value_dim = sizes.value_dim or sizes.n_attended
+        is_one = sizes.latent is not None  # the heads' results are one row
+        value_dim = sizes.n_attended if is_one else sizes.value_dim or sizes.n_attended
         return fused.LayerState(
             n_head_kv=sizes.n_head_kv if sizes.source < 0 else 0,
             head_dim=sizes.head_dim,
@@ -141,7 +151,9 @@ class DecodeStep:
             q_scale=self._q_scale,
             normed=self._normed,
             projected=self._first(self._projected, self.capacity, n_projected),
-            packed=self._first(self._packed, self.capacity * max(1, sizes.n_head), value_dim),
+            packed=self._first(
+                self._packed, self.capacity * (1 if is_one else max(1, sizes.n_head)), value_dim
+            ),
             hidden=self._first(self._hidden, self.capacity, 2 * sizes.n_ff + fused.LANES),
             quantized=self._quantized,
             **arrays,
@@ -167,6 +179,18 @@ class DecodeStep:
             for name, (heads, width) in shapes.items()
         }
 
+    def _latent_state(
+        self, h: HParams, sizes: LayerParams, weights: LatentWeights, n_projected: int
+    ) -> LatentState:
+        """Returns the record of a layer with latent attention. Layers share its scratch."""
+        assert sizes.latent is not None
+        scratch = next(iter(self._latents.values()), None)
+        return new_latent_state(
+            self.capacity, sizes, weights.heads, self._n_planes, scratch,
+            eps=h.norm_eps, cos=self._turns[0], sin=self._turns[1],
+            projected=self._first(self._projected, self.capacity, n_projected),
+        )  # fmt: skip
+
     def _state_inputs(self, weights: StateWeights) -> list[LayerInputs]:
         """Returns views (1, width) of each row's projections, which are contiguous."""
         n_wide, n_gates = (sum(w.n_rows for w in part) for part in (weights.wide, weights.gates))
@@ -177,6 +201,12 @@ class DecodeStep:
         """Computes all per-layer inputs, and ``inputs`` of layer 0. x has the embeddings."""
         self._layer_inputs.begin(tokens, self.x, self._quantized, self.n_threads)
         fused.project_qkv(self._at[0], len(tokens), self.n_threads)
+        self._end_inputs(0, len(tokens))
+
+    def _end_inputs(self, i: int, n_rows: int) -> None:
+        """Makes ``inputs`` of layer i from its products, if its attention is latent."""
+        if i in self._latents:
+            latent.latent_inputs(self._latents[i].at, n_rows, self.n_threads)
 
     def finish(self, i: int, attended: np.ndarray, n_rows: int) -> None:
         """Computes layer i after its attention, and ``inputs`` of the next layer.
@@ -185,6 +215,9 @@ class DecodeStep:
         """
         experts_of, inputs_of, n = self._experts.states, self._layer_inputs, self.n_threads
         at, following = self._at[i], self._at[i + 1] if i + 1 < len(self._at) else 0
+        if i in self._latents:
+            latent.latent_values(self._latents[i].at, attended, n_rows, n)
+            attended = self._latents[i].values
         if inputs_of.are_any:
             if i in experts_of:
                 fused.finish_attention(at, attended, n_rows, n)
@@ -198,6 +231,7 @@ class DecodeStep:
             experts.next_expert_layer(at, experts_of[i].at, following, attended, n_rows, n)
         else:
             fused.next_layer(at, following, attended, n_rows, n)
+        self._end_inputs(i + 1, n_rows)
 
     def hidden(self, n_rows: int) -> np.ndarray:
         """Returns a copy of the output head's last input, f32 (n_rows, n_embd)."""

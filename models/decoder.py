@@ -30,10 +30,11 @@ from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.chunk_steps import ChunkSteps, FusedBF16ChunkSteps, FusedChunkSteps
 from sparsekv_cli.models.decode_step import DecodeStep
 from sparsekv_cli.models.experts import prefill_experts
-from sparsekv_cli.models.forward import Forward, Product
+from sparsekv_cli.models.forward import Forward, Part, Product
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.identity import DENSE, rope_tables
 from sparsekv_cli.models.layers.input_steps import PromptInputs
+from sparsekv_cli.models.layers.latent_steps import LatentSteps
 from sparsekv_cli.models.matmul import (
     BF16Products,
     F32Products,
@@ -43,7 +44,7 @@ from sparsekv_cli.models.matmul import (
 )
 from sparsekv_cli.models.reading import sparse_prefill
 from sparsekv_cli.models.repack import OnLoad, repack_weights, wants_repacking
-from sparsekv_cli.models.weights import ExpertWeights, Weights
+from sparsekv_cli.models.weights import ExpertWeights, LatentWeights, Weights
 
 # A prompt of at most so many rows uses decode's products, with inputs of 16 bits. These lose
 # nothing, so greedy text does not depend on the CPU's kind. With VNNI they take as long as the
@@ -264,6 +265,44 @@ class Decoder(Forward):
             return prefill_experts(decoded, layer.ffn_norm, x, few, rows, self.n_threads)
         return prefill_experts(
             layer.ffn, layer.ffn_norm, x, self._products, self.rows, self.n_threads
+        )
+
+    def attention_inputs(
+        self, i: int, products: Mapping[str, Product], raw: Any, pos: Any
+    ) -> AttnInput:
+        if self.hparams.layers[i].latent is None:
+            return super().attention_inputs(i, products, raw, pos)
+        return self._latent(i).inputs(products, raw, pos)
+
+    def mix(
+        self,
+        i: int,
+        products: Mapping[str, Product],
+        normed: Any,
+        pos: Any,
+        cache: LayerCache,
+        attend: ChunkAttention,
+        part: Part,
+    ) -> Any:
+        if self.hparams.layers[i].latent is None:
+            return super().mix(i, products, normed, pos, cache, attend, part)
+        latent = self._latent(i)
+        x = latent.inputs(products, products["qkv"](normed), pos)
+        return latent.values(attend(cache, x))
+
+    def _latent(self, i: int) -> LatentSteps:
+        """Returns the steps of layer i, which has latent attention."""
+        is_few = self._products is self._few_products
+        layer = (self._decode_weights if is_few else self.weights).layers[i]
+        assert isinstance(layer, LatentWeights)
+        return LatentSteps(
+            layer.heads,
+            self.hparams.layers[i],
+            self.hparams.norm_eps,
+            self.rope.full,
+            self._products,
+            self.rows,
+            self.n_threads,
         )
 
     def begin_part(self, ids: Sequence[int], x: np.ndarray, pos: int) -> PromptInputs | None:

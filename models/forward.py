@@ -217,6 +217,7 @@ class Forward(ABC):
                 sinks=NO_SINKS if sinks is None else sinks,
                 recurrence=getattr(self.weights.layers[i], "recurrence", None),
                 source=layer.source,
+                v_is_k=layer.v_is_k,
                 n_full=sum(is_full),
                 full_place=sum(is_full[:i]),
             )
@@ -350,22 +351,42 @@ class Forward(ABC):
         part: Part,
     ) -> None:
         """Runs one layer over a chunk x f32 (T, n_embd) in place. pos: see ``ChunkSteps.heads``."""
-        layer, sizes, rows = self.layers[i], self.hparams.layers[i], self.rows
+        layer, rows = self.layers[i], self.rows
         normed = rows.norm(x, layer.attn_norm)
-        raw = products["qkv"](normed)
+        mixed = self.mix(i, products, normed, pos, cache, attend, part)
+        rows.add(x, products["o"](mixed), layer.attn_post_norm, layer.o.bias)
+        rows.add(x, self.feed_forward(i, products, x), layer.ffn_post_norm)
+
+    def mix(
+        self,
+        i: int,
+        products: Mapping[str, Product],
+        normed: Any,
+        pos: Any,
+        cache: LayerCache,
+        attend: ChunkAttention,
+        part: Part,
+    ) -> Any:
+        """Returns the input (T, n_attended) of layer i's output projection, for normed (T, n_embd).
+
+        It is the attention of the rows, or the output of a recurrence.
+        """
+        sizes, raw = self.hparams.layers[i], products["qkv"](normed)
         if sizes.state is not None:
             gates = products["gates"](normed) if "gates" in products else raw[:, :0]
             state: Any = cache
-            mixed = state.extend(StateInput(raw, gates))
-        else:
-            heads = rows.heads(raw, layer, sizes, pos)
-            if sizes.source >= 0:
-                heads = part[sizes.source, pos]._replace(q=heads.q, q_nope=heads.q_nope)
-            elif i in self.hparams.sources:
-                part[i, pos] = heads
-            attended = attend(cache, heads)
-            mixed = attended.swapaxes(0, 1).reshape(len(x), sizes.n_attended)
-            if sizes.output_gate:
-                mixed = rows.gate_heads(mixed, raw, sizes)
-        rows.add(x, products["o"](mixed), layer.attn_post_norm, layer.o.bias)
-        rows.add(x, self.feed_forward(i, products, x), layer.ffn_post_norm)
+            return state.extend(StateInput(raw, gates))
+        heads = self.attention_inputs(i, products, raw, pos)
+        if sizes.source >= 0:
+            heads = part[sizes.source, pos]._replace(q=heads.q, q_nope=heads.q_nope)
+        elif i in self.hparams.sources:
+            part[i, pos] = heads
+        attended = attend(cache, heads)
+        mixed = attended.swapaxes(0, 1).reshape(len(normed), sizes.n_attended)
+        return self.rows.gate_heads(mixed, raw, sizes) if sizes.output_gate else mixed
+
+    def attention_inputs(
+        self, i: int, products: Mapping[str, Product], raw: Any, pos: Any
+    ) -> AttnInput:
+        """Returns the queries and rows of layer i. raw: the result of the product qkv."""
+        return self.rows.heads(raw, self.layers[i], self.hparams.layers[i], pos)

@@ -5,17 +5,24 @@ Source of names, defaults and meaning: llama.cpp's llama_model::load_hparams, gg
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from sparsekv_cli.cache.spec import FULL, STATE, WINDOW, window_rows
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.architectures import ARCHITECTURES, Architecture, architecture_of
 from sparsekv_cli.models.gguf.file import GGUFFile, StringArray
-from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
+from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys, read_architecture
 from sparsekv_cli.models.layers.expert_params import ExpertParams, mixture_of, read_experts
+from sparsekv_cli.models.layers.latent_params import LatentParams, with_latents
 from sparsekv_cli.models.layers.state_params import WITHOUT_HEADS, StateParams, read_states
 from sparsekv_cli.models.layers.window_params import read_sources, read_windows
-from sparsekv_cli.models.rope import RopeParams, check_sections, read_rope, read_window_rope
+from sparsekv_cli.models.rope import (
+    RopeParams,
+    check_sections,
+    latent_scale,
+    read_rope,
+    read_window_rope,
+)
 from sparsekv_cli.settings.changes import ModelChanges
 
 N_ANSWER = 1024  # tokens that a stretched context has for an answer
@@ -56,11 +63,21 @@ class LayerParams:
     state: StateParams | None = None
     output_gate: bool = False  # see Architecture
     source: int = -1  # the earlier layer whose K and V it reads; -1: it has its own
+    # Sizes of latent attention; None: it is not latent. Then the layer has one kv head, whose rows
+    # are key and value at once.
+    latent: LatentParams | None = None
 
     @property
     def n_attended(self) -> int:
         """The length of the output projection's input."""
+        if self.latent is not None:
+            return self.n_head * self.latent.n_value
         return self.state.n_out if self.state else self.n_head * self.value_dim
+
+    @property
+    def v_is_k(self) -> bool:
+        """Whether a token has one row, which is its key and its value."""
+        return self.latent is not None
 
     def kv_bytes(self, n: int) -> int:
         """Returns the bytes of K and V of n tokens in f16, or of the state.
@@ -72,7 +89,8 @@ class LayerParams:
         if self.source >= 0 and not self.window:
             return 0
         rows = min(n, window_rows(self.window)) if self.window else n
-        return 2 * rows * self.n_head_kv * (self.head_dim + self.value_dim)
+        width = self.head_dim if self.v_is_k else self.head_dim + self.value_dim
+        return 2 * rows * self.n_head_kv * width
 
 
 @dataclass(frozen=True)
@@ -151,19 +169,6 @@ class HParams:
         return max(self.n_ctx_train, min(stretched, MAX_TOKENS))
 
 
-def read_architecture(file: GGUFFile) -> str:
-    """Returns ``general.architecture``. Raises SparseKVError without a non-empty string."""
-    key = "general.architecture"
-    name = file.metadata.get(key)
-    if name is None:
-        raise SparseKVError(f"{file.path}: has no {key}, so what it holds cannot be told")
-    if not isinstance(name, str):
-        raise SparseKVError(f"{file.path}: {key} is of type {file.value_types[key]}, not string")
-    if not name:
-        raise SparseKVError(f"{file.path}: {key} is empty")
-    return name
-
-
 def read_hparams(file: GGUFFile) -> HParams:
     """Returns the hyper-parameters of any architecture that uses llama.cpp's common keys.
 
@@ -184,13 +189,18 @@ def read_hparams(file: GGUFFile) -> HParams:
     n_embd = keys.integer("embedding_length", 1, MAX_WIDTH)
     scalars = _read_scalars(keys, architecture, n_embd)
     check_sections(keys, architecture)
+    stated = scalars["rope.scaling.yarn_log_multiplier"]
+    # With latent attention, scores have a magnitude instead of rotated dims: ``latent_scale``.
+    multiplier = float(stated > 0) if architecture.latent else stated
     of_file, rope = (
-        read_rope(keys, n_ctx_train, scalars["rope.scaling.yarn_log_multiplier"], changes)
+        read_rope(keys, n_ctx_train, multiplier, changes)
         for changes in (ModelChanges(), file.changes)
     )
     if rope.freq_scale != of_file.freq_scale:
         n_ctx_train = min(MAX_TOKENS, max(1, int(rope.n_ctx_native / rope.freq_scale)))
     layers = _read_layers(keys, architecture, n_blocks, n_layer, n_embd, scalars)
+    if architecture.latent:
+        layers = with_latents(keys, layers, partial(latent_scale, rope, stated))
     window_rope = read_window_rope(keys, architecture, rope, of_file)
     hparams = HParams(
         architecture=name,

@@ -20,7 +20,13 @@ from sparsekv_cli.cpu.layer.decode import ROWS, matrix_table, multiply
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.cpu.weights.integer import quantized_stride
 from sparsekv_cli.models.forward import Product
-from sparsekv_cli.models.weights import GatedWeights, LayerWeights, Linear, StateWeights
+from sparsekv_cli.models.weights import (
+    GatedWeights,
+    LatentWeights,
+    LayerWeights,
+    Linear,
+    StateWeights,
+)
 
 
 def stacks(layer: LayerWeights) -> Iterator[tuple[str, Sequence[Linear]]]:
@@ -31,6 +37,8 @@ def stacks(layer: LayerWeights) -> Iterator[tuple[str, Sequence[Linear]]]:
             yield "gates", layer.gates
     else:
         yield "qkv", layer.inputs()
+    if isinstance(layer, LatentWeights) and layer.heads.q is not None:
+        yield "queries", (layer.heads.q,)
     yield "o", (layer.o,)
     if isinstance(layer.ffn, GatedWeights):
         yield "gate_up", layer.ffn.gate_up

@@ -67,6 +67,20 @@ class RopeParams:
         return (1.0 + stretched) / (1.0 + self.log_multiplier * stretched) * self.attn_factor
 
 
+def latent_scale(rope: RopeParams, stated: float, key_dim: int) -> float:
+    """Returns the softmax's factor. Source: llama.cpp's deepseek2.cpp.
+
+    It is m^2 / sqrt(key_dim) with m = a (1 + s) (1 + u s) and s = 0.1 ln f. Here f is the factor of
+    the context. a (1 + s) is the magnitude of the rotated dims; without YaRN, a is. stated:
+    ``rope.scaling.yarn_log_multiplier``, which is u / 10 in files of this architecture.
+    """
+    stretched = -0.1 * math.log(rope.freq_scale)
+    m = rope.magnitude * (1.0 + 10.0 * stated * stretched)
+    if rope.ext_factor == 0.0:
+        m *= 1.0 + stretched
+    return m * m / math.sqrt(key_dim)
+
+
 def read_rope(
     keys: ModelKeys, n_ctx_train: int, log_multiplier: float, changes: ModelChanges
 ) -> RopeParams:

@@ -16,6 +16,7 @@ from sparsekv_cli.models.gguf.linear import GatedWeights, Linear
 from sparsekv_cli.models.gguf.tensors import TensorReader
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.layers.expert_weights import ExpertWeights, read_mixture
+from sparsekv_cli.models.layers.latent_weights import LatentHeads, read_latent_attention
 from sparsekv_cli.models.layers.layer_input import (
     InputEmbedding,
     LayerInput,
@@ -111,6 +112,29 @@ class StateWeights(LayerWeights):
         return replace(self, wide=inputs[:n], gates=inputs[n:])
 
 
+@dataclass(frozen=True, kw_only=True)
+class LatentWeights(LayerWeights):
+    """The weights of a layer with latent attention."""
+
+    q: Linear  # makes the queries, or the vector from which ``heads`` projects them
+    row: Linear  # (L + R, n_embd): makes a token's latent vector and its rotated dims
+    heads: LatentHeads
+
+    def inputs(self) -> tuple[Linear, ...]:
+        return (self.q, self.row)
+
+    def with_inputs(self, inputs: tuple[Linear, ...]) -> LatentWeights:
+        return replace(self, q=inputs[0], row=inputs[1])
+
+    def linears(self) -> tuple[Linear, ...]:
+        return (*super().linears(), *self.heads.linears())
+
+    def mapped(self, change: Callable[[Linear], Linear]) -> LayerWeights:
+        layer = super().mapped(change)
+        assert isinstance(layer, LatentWeights)
+        return replace(layer, heads=self.heads.mapped(change))
+
+
 @dataclass(frozen=True)
 class Weights:
     """All tensors of a decoder."""
@@ -128,7 +152,9 @@ class Weights:
         total = self.output.data.nbytes
         for layer in self.layers:
             of_input = () if layer.input is None else layer.input.linears()
-            total += sum(linear.data.nbytes for linear in (*layer.attention(), *of_input))
+            of_heads = layer.heads.linears() if isinstance(layer, LatentWeights) else ()
+            read = (*layer.attention(), *of_heads, *of_input)
+            total += sum(linear.data.nbytes for linear in read)
             ffn = layer.ffn
             total += ffn.bytes_a_step(n_rows) if isinstance(ffn, ExpertWeights) else ffn.n_bytes
         return total
@@ -209,6 +235,9 @@ class WeightsReader(TensorReader):
         if layer.state is not None:
             mixer = read_mixer(self, at, n_embd, layer.state, hparams.norm_eps)
             return StateWeights(attn_norm=attn_norm, ffn_norm=ffn_norm, ffn=ffn, **mixer)
+        if layer.latent is not None:
+            of = read_latent_attention(self, at, n_embd, layer.n_head, layer.n_rot, layer.latent)
+            return LatentWeights(attn_norm=attn_norm, ffn_norm=ffn_norm, ffn=ffn, **of)
 
         def post_norm(name: str) -> np.ndarray | None:
             return self.vector(f"{at}{name}.weight", n_embd)

@@ -15,6 +15,7 @@ HERE = Path(__file__).resolve().parent
 FIXTURES = HERE.parent / "fixtures"
 # A folder of cpu/ and kernels/ is a method's, or holds what several methods call.
 SHARED = {"jit", "vector", "weights", "attention", "layer", "experts", "recurrent", "eviction"}
+SHARED |= {"latent"}
 
 
 def names_in(folder: str) -> set[str]:

@@ -13,7 +13,8 @@ from sparsekv_cli.errors import UnsupportedModelError
 
 # general.architecture; a module of this package has the name, with _ for -.
 ARCHITECTURES = (
-    *("deepseek", "ernie4_5", "ernie4_5-moe", "exaone", "exaone4", "gemma2", "gemma3", "gemma4"),
+    *("deepseek", "deepseek2", "ernie4_5", "ernie4_5-moe", "exaone", "exaone4"),
+    *("gemma2", "gemma3", "gemma4"),
     *("glm4", "glm4moe", "gpt-oss", "granite", "granitehybrid", "granitemoe", "lfm2", "lfm2moe"),
     *("llama", "minicpm"),
     *("minimax-m2", "mistral3", "olmo2", "phi3", "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen35"),
@@ -39,7 +40,7 @@ class Mixture:
     shared: str = "none"
     biases: bool = False  # whether router, gates, ups and downs have biases
     # How the router's products become weights. ``softmax``: over all experts. ``sigmoid``: of each
-    # product.
+    # product. ``stated``: as ``expert_gating_func`` says, a softmax without it.
     gating: str = "softmax"
     # A bias of each expert, exp_probs_b, that is added for the choice, but not for the weights.
     # ``needed``: the file must have it. ``optional``: it may have it. Empty: there is none.
@@ -49,6 +50,8 @@ class Mixture:
     # The file may state a factor of the weights, ``expert_weights_scale``, and whether their sum is
     # 1, ``expert_weights_norm``.
     weighted: bool = False
+    # The file may state groups of experts. Then only experts of the best groups are chosen.
+    grouped: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,8 @@ class Architecture:
     # Layers may have their own input next to the residual stream, and a factor of their output.
     # They may read the rows of another layer instead of their own.
     layer_inputs: bool = False
+    # Attention is latent: a token has one row for all heads (models/layers/latent_params.py).
+    latent: bool = False
 
     @property
     def host_only(self) -> str:
@@ -130,6 +135,7 @@ class Architecture:
             "sinks": self.sinks,
             "softcaps": self.softcaps[0] > 0,
             "its activation": self.activation != "silu",
+            "latent attention": self.latent,
         }
         return " and ".join(name for name, has in parts.items() if has)
 

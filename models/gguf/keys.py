@@ -12,6 +12,19 @@ from sparsekv_cli.settings.changes import TOKENIZER
 MAX_TOKENS = 1 << 31  # limit of a context and of a vocabulary; llama.cpp counts both in i32
 
 
+def read_architecture(file: GGUFFile) -> str:
+    """Returns ``general.architecture``. Raises SparseKVError without a non-empty string."""
+    key = "general.architecture"
+    name = file.metadata.get(key)
+    if name is None:
+        raise SparseKVError(f"{file.path}: has no {key}, so what it holds cannot be told")
+    if not isinstance(name, str):
+        raise SparseKVError(f"{file.path}: {key} is of type {file.value_types[key]}, not string")
+    if not name:
+        raise SparseKVError(f"{file.path}: {key} is empty")
+    return name
+
+
 class ModelKeys:
     """Reads the keys ``{architecture}.*`` of one file. Errors are SparseKVErrors with the key."""
 

@@ -154,7 +154,7 @@ class _Rows:
         for start, stop in pairwise(cuts_of(len(known), forward.chunk)):
             at = self._at[start:stop]
             raw = products["qkv"](forward.rows.norm(self._x[start:stop], layer.attn_norm))
-            x = forward.rows.heads(raw, layer, forward.hparams.layers[1], at)
+            x = forward.attention_inputs(1, products, raw, at)
             differences[start:stop] = difference(cache.store, at, x, known[start:stop])
         places = np.flatnonzero(known)
         order = np.argsort(-differences[places], kind="stable")

@@ -8,7 +8,8 @@ from typing import Any
 from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
 from sparsekv_cli.models.architectures import architecture_of
 from sparsekv_cli.models.gguf.file import GGUFFile, check_whole_model, open_gguf
-from sparsekv_cli.models.hparams import read_architecture, read_hparams
+from sparsekv_cli.models.gguf.keys import read_architecture
+from sparsekv_cli.models.hparams import read_hparams
 from sparsekv_cli.models.sources.locate import SOURCES
 
 

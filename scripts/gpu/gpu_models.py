@@ -24,7 +24,8 @@ from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import Architecture, architecture_of
 from sparsekv_cli.models.gguf.file import open_gguf
-from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
+from sparsekv_cli.models.gguf.keys import read_architecture
+from sparsekv_cli.models.hparams import HParams, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
 from sparsekv_cli.settings.config import SessionConfig
 

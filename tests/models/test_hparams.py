@@ -25,7 +25,8 @@ from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
 from sparsekv_cli.generation.conversation import chat_template
 from sparsekv_cli.models.architectures import architecture_of
 from sparsekv_cli.models.gguf.file import open_gguf
-from sparsekv_cli.models.hparams import HParams, LayerParams, read_architecture, read_hparams
+from sparsekv_cli.models.gguf.keys import read_architecture
+from sparsekv_cli.models.hparams import HParams, LayerParams, read_hparams
 from sparsekv_cli.models.rope import RopeParams
 
 BASE = {

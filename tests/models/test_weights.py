@@ -11,7 +11,8 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.models.architectures import architecture_of
 from sparsekv_cli.models.gguf.file import open_gguf
-from sparsekv_cli.models.hparams import read_architecture, read_hparams
+from sparsekv_cli.models.gguf.keys import read_architecture
+from sparsekv_cli.models.hparams import read_hparams
 from sparsekv_cli.models.weights import read_weights
 from sparsekv_cli.settings.config import SessionConfig
 

@@ -1,0 +1,1 @@
+"""Latent attention (MLA): its queries, rows and values, for chunks and decode steps."""

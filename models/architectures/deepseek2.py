@@ -1,0 +1,24 @@
+"""DeepSeek-V2 to V3.1, Kimi-K2, GLM-4.7-Flash: latent attention, grouped experts, a shared expert.
+
+The first layers have no experts. V2-Lite, and models without experts, have fewer parts.
+"""
+
+from sparsekv_cli.models.architectures import Architecture, Mixture
+
+ARCHITECTURE = Architecture(
+    name="deepseek2",
+    rope_interleaved=True,
+    latent=True,
+    scalars=("rope.scaling.yarn_log_multiplier",),
+    mixture=Mixture(
+        required=False,
+        normalised=False,
+        shared="counted",
+        gating="stated",
+        choice_bias="optional",
+        dense_lead=True,
+        weighted=True,
+        grouped=True,
+    ),
+    next_blocks="skipped",
+)
