@@ -197,6 +197,8 @@ def _kind(decoder: Decoder) -> str:
     name = f"{type(decoder).__name__}-{decoder.prefill_dtype}"
     if any(spec.kind == STATE for spec in decoder.layer_specs()):
         name += f"-{decoder.architecture.recurrence}"
+    if decoder.architecture.latent:
+        name += "-latent"
     return f"{name}-experts" if decoder.hparams.has_experts else name
 
 

@@ -36,7 +36,8 @@ class FASAState(KernelFields):
     sinks: np.ndarray = f32("n_head", optional=True)  # scores without values
     q: np.ndarray = f32("n_head", 1, "width")
     k: np.ndarray = f32("n_kv", 1, "width")  # the current token's key
-    v: np.ndarray = f32("n_kv", 1, "d_v")  # the current token's value
+    # the current token's value; missing if the values are the rows of ``rest``
+    v: np.ndarray = f32("n_kv", 1, "d_v", optional=True)
     rows: np.ndarray = i32("n_head", "n_fac")  # the step sets them to those attended to, ascending
     out: np.ndarray = f32("n_head", "d_v")
 

@@ -23,7 +23,10 @@ SCORE, ATTEND = range(2)  # the tasks of ``run_thread``, in their order
 
 @njit(cache=True, nogil=True)
 def append_split_row(k_new, v_new, position, dims, dom, rest, v):
-    """Writes one token's K and V, f32 (G, d padded to 16), as f16 at ``position``."""
+    """Writes one token's K and V, f32 (G, d padded to 16), as f16 at ``position``.
+
+    An empty v_new is not written: then the values are the rows of ``rest``.
+    """
     n_dom, d = dom.shape[2], dims.shape[1]
     halves = np.empty(k_new.shape[1], np.uint16)
     for head in range(k_new.shape[0]):
@@ -34,7 +37,8 @@ def append_split_row(k_new, v_new, position, dims, dom, rest, v):
             rest[head, position, c] = halves[dims[head, n_dom + c]]
         for c in range(d - n_dom, rest.shape[2]):
             rest[head, position, c] = 0
-        store_halves(v_new[head].ctypes.data, v[head, position].ctypes.data, v_new.shape[1])
+        if v_new.shape[0]:
+            store_halves(v_new[head].ctypes.data, v[head, position].ctypes.data, v_new.shape[1])
 
 
 @njit(cache=True, nogil=True)

@@ -13,12 +13,15 @@ from sparsekv_cli.cpu.jit.pointers import on_lines
 
 
 class SplitStore(KVStore):
-    """K and V of one layer. While K is split, ``dom`` is Kdom and ``k`` is Krest."""
+    """K and V of one layer. While K is split, ``dom`` is Kdom and ``k`` is Krest.
+
+    If V is K, then V is Krest, too: the values lack the dominant dims.
+    """
 
     can_share_rows = False
 
     def __init__(self, spec: LayerSpec, dims: np.ndarray, n_dom: int) -> None:
-        self.dims, self._n_dom = dims, n_dom  # int32 (G, d), dominant dims first
+        self.dims, self.n_dom = dims, n_dom  # int32 (G, d), dominant dims first
         self.dom: np.ndarray | None = None  # Kdom, u16 (G, blocks, n_dom, 16); None: K is whole
         super().__init__(spec)
 
@@ -29,7 +32,7 @@ class SplitStore(KVStore):
     @property
     def split_width(self) -> int:
         """The number of elements of a key in Kdom and in Krest, padding included."""
-        return self._n_dom + padded(self.k_type.d - self._n_dom)
+        return self.n_dom + padded(self.k_type.d - self.n_dom)
 
     def reserve(self, n: int) -> None:
         if self.dom is not None and self.dom.shape[1] * chunks.BLOCK < n:
@@ -40,7 +43,7 @@ class SplitStore(KVStore):
 
     def _blocks(self, capacity: int) -> np.ndarray:
         n_block = -(-capacity // chunks.BLOCK)
-        shape = len(self.dims), n_block, self._n_dom, chunks.BLOCK
+        shape = len(self.dims), n_block, self.n_dom, chunks.BLOCK
         return on_lines(shape, np.uint16, zeros=True)
 
     @property
@@ -52,7 +55,7 @@ class SplitStore(KVStore):
         """Splits K into Kdom and Krest unless it is split already. Returns Kdom."""
         if self.dom is not None:
             return self.dom
-        n_rest = padded(self.k_type.d - self._n_dom)
+        n_rest = padded(self.k_type.d - self.n_dom)
         rest = on_lines((*self.k.shape[:2], n_rest), np.float16)
         dom = self._blocks(self.capacity)
         split.split_keys(self.halves[0], self.n, self.dims, dom, rest.view(np.uint16))
@@ -66,8 +69,10 @@ class SplitStore(KVStore):
             self._replace_keys(None, k)
 
     def _replace_keys(self, dom: np.ndarray | None, k: np.ndarray) -> None:
-        v = on_lines(self.v.shape, self.v.dtype)  # a copy, so that the old keys become free
-        v[...] = self.v
+        v = k
+        if self.v is not self.k:
+            v = on_lines(self.v.shape, self.v.dtype)  # a copy, so that the old keys become free
+            v[...] = self.v
         layout = rows.layout_of(k, v, self.k_type.kind, self.v_type.kind)
         self.dom, self.k, self.v, self.layout = dom, k, v, layout  # at once, as in KVStore
 

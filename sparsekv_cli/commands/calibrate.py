@@ -90,6 +90,11 @@ def command(
         with model_header(path, config) as header:
             check_length(source, len(header.tokenizer.encode(text, parse_special=False)))
     opened = load_model(path, build_method("full", {}), config)
+    if method == ALL:
+        names = usable_methods(opened.hparams.layers, "", lambda each: each.name in names)
+    for name in names:
+        if name != AUTO:
+            build_method(name, {}).check_layers(opened.hparams.layers)
     calibrations = opened.calibrations
     place = calibrations.place_to_write() if output is None else Path(output)
     check_place(place)

@@ -63,7 +63,6 @@ class FASA(Method):
     work_of_a_head: ClassVar[int] = 2048
     needs: ClassVar[str] = CALIBRATION
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)
-    needs_values: ClassVar[str] = "it splits K, which is V too"
     device_cache: ClassVar[str] = "fasa:make_cache"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
@@ -168,12 +167,12 @@ class FASACache(LayerCache):
         state, (rest, values) = self._step.state, store.halves
         state.set(
             n=n, n_sinks=forced[0], n_recent=forced[1], dom=dom, rest=rest, values=values, q=x.q,
-            k=x.k, v=x.v, rows=rows, out=out,
+            k=x.k, v=None if spec.v_is_k else x.v, rows=rows, out=out,
         )  # fmt: skip
         fasa_step(self._step.at)
         store.n = n
         self.attended = rows, np.full(spec.n_head, n_fac)
-        row_bytes = 2 * (store.k.shape[2] + store.v.shape[2])  # of Krest and V
+        row_bytes = store.row_bytes  # of Krest and V
         n_again = spec.n_head * chunks.n_blocks_opened(n, *forced, n_fac)
         n_scored = spec.n_head_kv * n + n_again * chunks.BLOCK  # rows of Kdom
         n_bytes = 2 * dom.shape[2] * n_scored + rows.size * row_bytes
@@ -181,6 +180,16 @@ class FASACache(LayerCache):
         if self.method.variant == "m":
             n_moved = chunks.count_distinct(rows, spec.group, n)
             self.ledger.counts["bytes_moved"] += n_moved * row_bytes
+        return self._with_all_dims(out) if spec.v_is_k else out
+
+    def _with_all_dims(self, rest: np.ndarray) -> np.ndarray:
+        """Returns sums of rows of Krest (H, d - n_dom) as (H, d), with zeros for dominant dims.
+
+        Latent attention has one kv head, and does not read the values' rotated dims.
+        """
+        others = self.store.dims[0, self.store.n_dom :]
+        out = np.zeros((len(rest), padded(self.spec.head_dim)), np.float32)
+        out[:, others] = rest[:, : len(others)]
         return out
 
     def most_rows(self, n: int) -> int:

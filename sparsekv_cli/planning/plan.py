@@ -13,6 +13,7 @@ from typing import Any
 from sparsekv_cli.cache.row_sizes import FITTING, token_bytes
 from sparsekv_cli.cache.spec import FULL
 from sparsekv_cli.calibration.calibrations import layer_products
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method, depth
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.forward import ROWS_AT_ONCE
@@ -232,9 +233,13 @@ def _planned(
     available: bytes of free memory; None: the system does not tell. reading: bytes that only a
     prefill takes.
     """
-    if method_key(method) not in forecast.speeds.methods:
-        n_bytes = forecast.weights_bytes
-        return PlannedMethod(method.name, method.options(), n_bytes, note=NOT_CALIBRATED)
+    note = NOT_CALIBRATED if method_key(method) not in forecast.speeds.methods else ""
+    try:
+        method.check_layers(forecast.hparams.layers)
+    except SparseKVError as error:
+        note = str(error).partition(": ")[0]
+    if note:
+        return PlannedMethod(method.name, method.options(), forecast.weights_bytes, note=note)
     left = None if available is None else available - reading
     return PlannedMethod(
         name=method.name,

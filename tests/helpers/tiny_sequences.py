@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from opened import OpenSequence, open_sequence
 
-from sparsekv_cli.methods import METHODS, build_method
+from sparsekv_cli.methods import METHODS, build_method, method_class
 from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.settings.config import SessionConfig
 
@@ -32,6 +32,11 @@ CASES = {name: (name, {}) for name in METHODS} | {
     "h2o, window": ("h2o", {"window": "16"}),
 }  # fmt: skip
 CHUNK = 16  # prompts that are split at multiples of it are computed alike to the last bit
+
+
+def runs_on(name: str, shape: Mapping[str, Any]) -> bool:
+    """Whether a method is not refused on a model of this shape: its attention may be latent."""
+    return shape.get("arch") != "deepseek2" or not method_class(name).needs_values
 
 
 def open_tiny(

@@ -118,7 +118,17 @@ def test_other_products_give_the_same_but_for_rounding(case, prefill_dtype, monk
 
 
 @pytest.mark.parametrize(
-    "name", ["granitemoe", "mistral3", "qwen2moe_Q8_0", "smollm3", "olmo2", "qwen3next", *RECURRENT]
+    "name",
+    [
+        "granitemoe",
+        "mistral3",
+        "qwen2moe_Q8_0",
+        "smollm3",
+        "olmo2",
+        "deepseek2_Q8_0",
+        "qwen3next",
+        *RECURRENT,
+    ],
 )
 def test_a_batch_gives_the_bits_of_each_sequence(name, tmp_path):
     path = make_model(tmp_path / "model.gguf", **(LONG_CASES | QUANTISED_CASES)[name])

@@ -25,6 +25,7 @@ CASES = {
     "quest": {"budget": "64"},
     "q8_0": {"types": ("q8_0", "q4_0")},
     "gemma4": {"shape": GEMMA4, "dense_layers": "none"},
+    "latent": {"shape": LONG_CASES["deepseek2"], "types": ("q8_0", "q8_0")},
     **{
         name: {"shape": LONG_CASES[name], "dense_layers": "none"}
         for name in ("qwen35", "granitehybrid")

@@ -28,8 +28,8 @@ FILES = files_of(
     "models/decoder.py", "cpu/lfps", "cpu/freekv", "cpu/sals", "cpu/faedkv", "cpu/fasa",
 )  # fmt: skip
 SHARE = 101  # without --all one place of so many is tried
-# Windows, states, rows that layers share.
-ARCHITECTURES = ("gemma3", "qwen35", "lfm2", "granitehybrid", "gemma4")
+# Windows, states, rows that layers share, rows that are key and value at once.
+ARCHITECTURES = ("gemma3", "qwen35", "lfm2", "granitehybrid", "gemma4", "deepseek2")
 
 
 class Call(NamedTuple):

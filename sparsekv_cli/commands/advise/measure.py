@@ -65,8 +65,11 @@ def runnable(
         reason = "no layer of this model attends to all rows, so a method changes nothing"
         left_out |= dict.fromkeys(methods, reason)
         return {}
+    is_latent = any(layer.v_is_k for layer in model.hparams.layers)
     for name, method in methods.items():
-        if not calibrate and not model.calibrations.has(method):
+        if is_latent and method.needs_values:
+            left_out[name] = f"it does not run with latent attention: {method.needs_values}"
+        elif not calibrate and not model.calibrations.has(method):
             left_out[name] = f"{NOT_CALIBRATED}, or advise --calibrate"
         elif method.n_queried is None:
             left_out[name] = "it reads the whole document anew each time, and none of it from disk"

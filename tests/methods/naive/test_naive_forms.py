@@ -8,7 +8,7 @@ from layer_rows import Geometry
 from layer_stream import chunk_input
 from naive_pair import ALL, CASES, FORGETFUL, method_of, pair_of
 
-from sparsekv_cli.methods import METHODS, build_method
+from sparsekv_cli.methods import METHODS, build_method, method_class
 
 GEOMETRIES = [
     Geometry(9, 3, 64, n_rot=64),
@@ -19,14 +19,22 @@ GEOMETRIES = [
 ]
 
 
+LATENT = Geometry(8, 1, 80, n_rot=48, v_is_k=True)
+
+
 def parameters() -> list[Any]:
-    seen: set[str] = set()
+    """Every case with one of the geometries, and with latent attention, where it is not refused."""
     found = []
-    for i, case in enumerate(CASES):
-        marks = [pytest.mark.slow] if case[0] in seen else []
-        seen.add(case[0])
-        geometry = GEOMETRIES[i % len(GEOMETRIES)]
-        found.append(pytest.param(*case, geometry, marks=marks, id=" ".join(filter(None, case))))
+    for is_latent in (False, True):
+        seen: set[str] = set()
+        for i, case in enumerate(CASES):
+            if is_latent and method_class(case[0]).needs_values:
+                continue
+            marks = [pytest.mark.slow] if case[0] in seen else []
+            seen.add(case[0])
+            geometry = LATENT if is_latent else GEOMETRIES[i % len(GEOMETRIES)]
+            name = " ".join(filter(None, (*case, "latent" * is_latent)))
+            found.append(pytest.param(*case, geometry, marks=marks, id=name))
     return found
 
 
