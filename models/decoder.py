@@ -34,6 +34,7 @@ from sparsekv_cli.models.forward import Forward, Part, Product
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.identity import DENSE, rope_tables
 from sparsekv_cli.models.layers.input_steps import PromptInputs
+from sparsekv_cli.models.layers.latent_expanded import LEAST_ROWS, ExpandedRows
 from sparsekv_cli.models.layers.latent_steps import LatentSteps
 from sparsekv_cli.models.matmul import (
     BF16Products,
@@ -132,6 +133,7 @@ class Decoder(Forward):
         self.prefill_budget, self.sparse_prompt = prefill_budget, sparse_prompt
         self._few_products = FewRowsProducts(n_threads, FEW_PLANES)
         self._decode_products = FewRowsProducts(n_threads, n_planes)
+        self._expanded_rows = ExpandedRows()
         self._step = self._new_step(1)
 
     @cached_property
@@ -210,6 +212,8 @@ class Decoder(Forward):
         """Chooses the products for a prompt of n_rows rows."""
         self.rows, self._products = self._few if self.is_few(n_rows) else self._many
         self._has_few_an_expert = n_rows < self.least_many
+        self._has_many_rows = self.prefill_dtype != "f32" and n_rows >= LEAST_ROWS
+        self._expanded_rows.clear()
 
     def is_few(self, n_rows: int) -> bool:
         """See ``Forward``. f32 is the reference: it has the same products for any n_rows."""
@@ -286,9 +290,11 @@ class Decoder(Forward):
     ) -> Any:
         if self.hparams.layers[i].latent is None:
             return super().mix(i, products, normed, pos, cache, attend, part)
-        latent = self._latent(i)
-        x = latent.inputs(products, products["qkv"](normed), pos)
-        return latent.values(attend(cache, x))
+        latent, raw = self._latent(i), products["qkv"](normed)
+        is_many = self._has_many_rows and attend == self.attend
+        if is_many and self._expanded_rows.serves(cache, len(raw), latent):
+            return self._expanded_rows.attend(cache, raw, products, pos, latent)
+        return latent.values(attend(cache, latent.inputs(products, raw, pos)))
 
     def _latent(self, i: int) -> LatentSteps:
         """Returns the steps of layer i, which has latent attention."""

@@ -4,7 +4,7 @@ A token's row is k and v at once: R rotated dims, then L elements of the latent 
 the same form. The heads' results are made from the latent part of the attention.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,38 +37,79 @@ class LatentSteps:
 
         rows: the steps for its type of rows.
         """
-        self._heads, self._sizes, self._latent = heads, sizes, sizes.latent
+        self.heads, self.sizes, self.latent = heads, sizes, sizes.latent
+        self.key_dim = sizes.n_rot + sizes.latent.n_nope  # elements of a head's key
         self._eps, self._rope = np.float32(eps), rope
         self._products, self._rows, self._n_threads = products, rows, n_threads
+
+    def new(self, *shape: int) -> Any:
+        """Returns uninitialised rows of the compute type."""
+        return self._rows.new(*shape)
 
     def inputs(self, products: Mapping[str, Any], raw: Any, pos: Any) -> AttnInput:
         """Returns the queries and rows. raw: the result of the layer's product qkv.
 
         pos: see ``ChunkSteps.heads``.
         """
-        n_rows, n_head, width = len(raw), self._sizes.n_head, self._sizes.head_dim
-        n_rot, n_rank, n = self._sizes.n_rot, self._latent.n_rank, self._n_threads
+        n_head, n_rows, n_rot = self.sizes.n_head, len(raw), self.sizes.n_rot
+        q, others = self.new(n_head, n_rows, n_rot), self.new(n_head, n_rows, self.latent.n_nope)
+        k, k_nope, q_nope = self.split(products, raw, pos, q, others)
+        q, q_nope = self.absorbed((q, q_nope), others)
+        return AttnInput(q, k, k, q_nope, k_nope, pos)
+
+    def split(
+        self, products: Mapping[str, Any], raw: Any, pos: Any, q: Any, others: Any
+    ) -> tuple[Any, Any, Any]:
+        """Makes a chunk's latent rows, and splits its queries.
+
+        q (H, T, >= R) gets the rotated dims, others (H, T, N) the other dims. Returns the rows k
+        (1, T, R + L), the rows before the rotation, and q's rotated dims before it (H, T, R).
+        """
+        n_rows, n_rank, n_rot, n = len(raw), self.latent.n_rank, self.sizes.n_rot, self._n_threads
         at = pos if isinstance(pos, np.ndarray) else slice(pos, pos + n_rows)
         cos, sin = self._rope.cos[at], self._rope.sin[at]
         first = raw.shape[1] - n_rank - n_rot
         queries = raw[:, :first]
-        if self._heads.q_norm is not None:
-            normed = self._rows.new(n_rows, first)
-            kernels.norm_vectors(raw, self._heads.q_norm, self._eps, normed, n)
+        if self.heads.q_norm is not None:
+            normed = self.new(n_rows, first)
+            kernels.norm_vectors(raw, self.heads.q_norm, self._eps, normed, n)
             queries = products["queries"](normed)
-        k, k_nope = self._rows.new(n_rows, width), self._rows.new(n_rows, width)
-        kernels.split_rows(raw[:, first:], self._heads.kv_norm, self._eps, cos, sin, k, k_nope, n)
-        q, q_nope = (self._rows.new(n_head, n_rows, width) for _ in range(2))
-        others = self._rows.new(n_head, n_rows, self._latent.n_nope)
+        k, k_nope = (self.new(n_rows, n_rot + n_rank) for _ in range(2))
+        kernels.split_rows(raw[:, first:], self.heads.kv_norm, self._eps, cos, sin, k, k_nope, n)
+        q_nope = self.new(self.sizes.n_head, n_rows, n_rot)
         kernels.split_queries(queries, cos, sin, others, q, q_nope, n)
-        q[..., n_rot:] = self._of_heads("head_keys", self._heads.k, others)
-        q_nope[..., n_rot:] = q[..., n_rot:]
-        return AttnInput(q, k[None], k[None], q_nope, k_nope[None], pos)
+        return k[None], k_nope[None], q_nope
 
     def values(self, attended: Any) -> Any:
         """Returns the heads' results (T, H D) for the attention (H, T, R + L) to latent rows."""
-        of_heads = self._of_heads("head_values", self._heads.v, attended[..., self._sizes.n_rot :])
+        of_heads = self._of_heads("head_values", self.heads.v, attended[..., self.sizes.n_rot :])
         return of_heads.swapaxes(0, 1).reshape(attended.shape[1], -1)
+
+    def absorbed(self, turned: Sequence[Any], others: Any) -> list[Any]:
+        """Returns queries for latent rows (H, T, R + L), one for each array in ``turned``.
+
+        turned: arrays (H, T, >= R) of the first R dims. others (H, T, N): the dims that are not
+        rotated; T may be 0.
+        """
+        n_head, n_rows = others.shape[:2]
+        of_heads = self.new(n_head, 0, self.latent.n_rank)
+        if n_rows:
+            of_heads = self._of_heads("head_keys", self.heads.k, others)
+        n_rot = self.sizes.n_rot
+        return [np.concatenate([each[..., :n_rot], of_heads], axis=2) for each in turned]
+
+    def expanded(self, latents: np.ndarray, keys: Linear) -> tuple[Any, Any]:
+        """Returns keys (H, T, R + N) and values (H, T, D) of latent rows f32 (T, R + L).
+
+        keys: (H N, L), the matrix that makes the keys' dims that are not rotated.
+        """
+        rows, n_rot, n_head = self._rows.rounded(latents), self.sizes.n_rot, self.sizes.n_head
+        c, shape = np.ascontiguousarray(rows[:, n_rot:]), (len(rows), n_head, -1)
+        of_keys = self._products.of_stack("keys", (keys,))(c).reshape(shape)
+        k = self.new(n_head, len(rows), self.key_dim)
+        k[..., :n_rot], k[..., n_rot:] = rows[:, :n_rot], of_keys.swapaxes(0, 1)
+        of_values = self._products.of_stack("values", (self.heads.v,))(c).reshape(shape)
+        return k, of_values.swapaxes(0, 1)
 
     def _of_heads(self, name: str, matrices: Linear, x: Any) -> Any:
         """Returns the product of each head's matrix with its rows: (H, T, n) -> (H, T, rows)."""

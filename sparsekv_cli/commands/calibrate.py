@@ -91,6 +91,8 @@ def command(
             check_length(source, len(header.tokenizer.encode(text, parse_special=False)))
     opened = load_model(path, build_method("full", {}), config)
     if method == ALL:
+        from sparsekv_cli.methods import usable_methods
+
         names = usable_methods(opened.hparams.layers, "", lambda each: each.name in names)
     for name in names:
         if name != AUTO:

@@ -237,7 +237,7 @@ def _planned(
     try:
         method.check_layers(forecast.hparams.layers)
     except SparseKVError as error:
-        note = str(error).partition(": ")[0]
+        note = str(error).partition(": ")[0].removeprefix(f"method {method.name} ")
     if note:
         return PlannedMethod(method.name, method.options(), forecast.weights_bytes, note=note)
     left = None if available is None else available - reading

@@ -76,7 +76,8 @@ def test_the_next_run_goes_on(case, opened, tmp_path):
     np.testing.assert_array_equal(decoded(sequence, ANSWER), answers)
     again, _ = opened(case, tmp_path / "kept")
     again.prefill([*PROMPT, *tokens(40, 5)])
-    assert again.timings.cached_tokens == (2048 if "shape" in CASES[case] else 2096)
+    is_cut = "shape" in CASES[case] and case != "latent"
+    assert again.timings.cached_tokens == (2048 if is_cut else 2096)
 
 
 @pytest.mark.parametrize("case", ["full", "gemma4", "qwen35"])
