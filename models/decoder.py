@@ -57,6 +57,8 @@ DEEP = 1024  # rows of context at which a few new rows spend as long on attentio
 # rows, decoding weights to panels takes longer than these products. With int8 both take the same
 # time at 50 rows (Zen 5).
 FEW_ROWS_AN_EXPERT = {"f32": 0, "bf16": 8, "int8": 32}
+# Types of a prefill's products with which prompts of all lengths attend to latent rows.
+LATENT_DTYPES = ("f32",)
 
 
 def cpu_prefill_dtype(wanted: str, head_dim: int) -> str:
@@ -212,7 +214,8 @@ class Decoder(Forward):
         """Chooses the products for a prompt of n_rows rows."""
         self.rows, self._products = self._few if self.is_few(n_rows) else self._many
         self._has_few_an_expert = n_rows < self.least_many
-        self._has_many_rows = self.prefill_dtype != "f32" and n_rows >= LEAST_ROWS
+        is_exact = self.prefill_dtype in LATENT_DTYPES
+        self._has_many_rows = not is_exact and n_rows >= LEAST_ROWS
         self._expanded_rows.clear()
 
     def is_few(self, n_rows: int) -> bool:

@@ -1,6 +1,6 @@
-"""DeepSeek-V2 to V3.1, Kimi-K2, GLM-4.7-Flash: latent attention, grouped experts, a shared expert.
+"""DeepSeek-V2 to V3.1, GLM-4.7-Flash: latent attention, groups of experts, a shared expert.
 
-The first layers have no experts. V2-Lite, and models without experts, have fewer parts.
+The first layers have no experts. Some models have no groups, or no experts at all.
 """
 
 from sparsekv_cli.models.architectures import Architecture, Mixture

@@ -105,12 +105,22 @@ def read_experts(
     gating = mixture.gating
     if gating == "stated":
         stated = keys.integer("expert_gating_func", 0, MAX_TOKENS, default=0)
-        gating = "sigmoid" if stated == SIGMOID else "softmax"
+        is_sigmoid = stated == SIGMOID or (not stated and _is_early_glm(keys))
+        gating = "sigmoid" if is_sigmoid else "softmax"
     n_group, n_group_used = _read_groups(keys, n_expert, n_used) if mixture.grouped else (1, 1)
     return ExpertParams(
         n_expert, n_used, length, n_shared, is_gated, is_normed, gating,
         mixture.shared == "dense", factor, mixture.choice_bias, n_group, n_group_used,
     )  # fmt: skip
+
+
+def _is_early_glm(keys: ModelKeys) -> bool:
+    """Returns whether a file has the sizes of GLM-4.7-Flash, whose early files state no gating.
+
+    Source: llama.cpp's deepseek2.cpp.
+    """
+    n_vocab = keys.integer("vocab_size", 0, MAX_TOKENS, default=0)
+    return keys.integer("block_count", 1, MAX_TOKENS) in (47, 48) and n_vocab == 154880
 
 
 def _read_groups(keys: ModelKeys, n_expert: int, n_used: int) -> tuple[int, int]:

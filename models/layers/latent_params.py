@@ -11,6 +11,7 @@ from typing import Any
 from sparsekv_cli.models.gguf.keys import ModelKeys
 
 MAX_WIDTH = 1 << 24  # limit of the elements of a head or of a latent vector
+MOST_SCALE = 1e6  # of the softmax; published models have less than 1
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ def with_latents(
     """
     of, n_rot = _read_latent(keys, layers), layers[0].n_rot
     width, scale = of.n_rank + n_rot, scale_of(of.n_nope + n_rot)
+    if not 0 < scale <= MOST_SCALE:
+        told = f"gives scores the factor {scale:g}; it must be above 0 and at most {MOST_SCALE:g}"
+        raise keys.fail("rope.scaling", told)
     return tuple(
         replace(layer, head_dim=width, value_dim=width, attention_scale=scale, latent=of)
         for layer in layers

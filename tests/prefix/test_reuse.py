@@ -213,6 +213,7 @@ def test_an_interrupted_repair_leaves_an_empty_sequence(opened: Callable[..., An
         {"arch": "qwen3moe", "head_dim": 64},
         {"arch": "smollm3", "n_layer": 4},
         {"arch": "granite"},
+        {"arch": "deepseek2"},
     ],
     ids=lambda options: options["arch"],
 )
