@@ -14,7 +14,8 @@ from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.layer import prefill as kernels
 from sparsekv_cli.cpu.layer.activation import ACTIVATIONS
 from sparsekv_cli.models.architectures import Architecture
-from sparsekv_cli.models.hparams import HParams, LayerParams
+from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.layers.layer_params import LayerParams
 from sparsekv_cli.models.rope import RopeTables
 from sparsekv_cli.models.weights import AttentionWeights
 
@@ -53,7 +54,7 @@ class ChunkSteps(Protocol):
         """Returns attended (T, H d) times the sigmoid of the gates in ``raw`` (see ``heads``)."""
 
     def gate(self, gate_up: Any) -> Any:
-        """Returns act(gate) * up of gate_up (T, 2 n_ff): gate, then up."""
+        """Returns act(gate) * up of gate_up (T, 2 n_ff): gate, then up; act(gate) without an up."""
 
     def add(self, x: Any, y: Any, norm: Any = None, bias: Any = None) -> None:
         """Adds s y to x, s the model's residual_scale. y first gets its bias and norm, if any."""
@@ -68,6 +69,7 @@ class FusedChunkSteps:
         self._ropes, self._n_threads = ropes, n_threads
         self._interleaved = architecture.rope_interleaved
         self._activation = ACTIVATIONS[architecture.activation]
+        self._n_parts = len(architecture.gate_up)
         self._eps = np.float32(hparams.norm_eps)
         self._scale = np.float32(hparams.residual_scale)
 
@@ -119,7 +121,7 @@ class FusedChunkSteps:
         return out
 
     def gate(self, gate_up: Any) -> Any:
-        out = self.new(len(gate_up), gate_up.shape[1] // 2)
+        out = self.new(len(gate_up), gate_up.shape[1] // self._n_parts)
         kernels.gate_rows(gate_up, self._activation, out, self._n_threads)
         return out
 

@@ -19,9 +19,10 @@ from sparsekv_cli.cpu.layer.layer_input import add_input
 from sparsekv_cli.cpu.weights.integer import quantized_stride
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.experts import ExpertSteps, expert_matrices
-from sparsekv_cli.models.hparams import HParams, LayerParams
+from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.layers.input_steps import InputSteps
 from sparsekv_cli.models.layers.latent_steps import latent_inputs_of, new_latent_state
+from sparsekv_cli.models.layers.layer_params import LayerParams
 from sparsekv_cli.models.rope import RopeTables
 from sparsekv_cli.models.weights import (
     AttentionWeights,
@@ -73,7 +74,7 @@ class DecodeStep:
         self._tables = [
             expert_matrices(each, n_planes)
             if isinstance(each.ffn, ExpertWeights)
-            else fused.matrix_table(each.linears(), n_planes)
+            else fused.matrix_table(each.stages(), n_planes)
             for each in weights.layers
         ]
         self._output = fused.matrix_table([weights.output], n_planes)
@@ -86,6 +87,11 @@ class DecodeStep:
             self._state(i, h, layer, architecture) for i, layer in enumerate(weights.layers)
         ]
         self._at = [layer.at for layer in self._layers]
+        self._shares_input = [each.shares_input for each in h.layers]
+        for layer, at, shares_input in zip(
+            self._layers, self._at[1:], self._shares_input[1:], strict=False
+        ):
+            layer.set(partner=at if shares_input else 0)
         self._output_norm, self._eps = weights.output_norm, np.float32(h.norm_eps)
 
     def _rows(self, width: int, dtype: type = np.float32) -> np.ndarray:
@@ -132,6 +138,7 @@ class DecodeStep:
             head_dim=sizes.head_dim,
             n_ff=sizes.n_ff,
             n_rot=sizes.n_rot,
+            partner=0,
             n_inputs=len(weights.inputs()),
             gated=sizes.output_gate,
             interleaved=architecture.rope_interleaved,
@@ -214,7 +221,9 @@ class DecodeStep:
         attended: f32 (n_rows H, >= d_v): the heads of the first row, then those of the next.
         """
         experts_of, inputs_of, n = self._experts.states, self._layer_inputs, self.n_threads
-        at, following = self._at[i], self._at[i + 1] if i + 1 < len(self._at) else 0
+        at, following = self._at[i], 0
+        if i + 1 < len(self._at) and not self._shares_input[i + 1]:
+            following = self._at[i + 1]
         if i in self._latents:
             latent.latent_values(self._latents[i].at, attended, n_rows, n)
             attended = self._latents[i].values

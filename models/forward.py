@@ -30,7 +30,7 @@ OnRows = Callable[[int, LayerCache], None]
 OnPart = Callable[[int], None]
 OnHidden = Callable[[int, np.ndarray], None]
 Product = Callable[[Any], Any]
-Part = dict[tuple[int, int], AttnInput]  # by layer and position: rows that later layers read
+Part = dict[tuple[int, int], Any]  # by layer and position: rows that later layers read
 ROWS_AT_ONCE = 4096  # rows of a part; dequantising takes 1 to 2 % of their time
 
 
@@ -218,6 +218,7 @@ class Forward(ABC):
                 recurrence=getattr(self.weights.layers[i], "recurrence", None),
                 source=layer.source,
                 v_is_k=layer.v_is_k,
+                shares_input=layer.shares_input,
                 n_full=sum(is_full),
                 full_place=sum(is_full[:i]),
             )
@@ -351,11 +352,17 @@ class Forward(ABC):
         part: Part,
     ) -> None:
         """Runs one layer over a chunk x f32 (T, n_embd) in place. pos: see ``ChunkSteps.heads``."""
-        layer, rows = self.layers[i], self.rows
-        normed = rows.norm(x, layer.attn_norm)
+        layer, sizes, rows = self.layers[i], self.hparams.layers[i], self.rows
+        if sizes.shares_input:
+            normed = part.pop((i - 1, pos))
+        else:
+            normed = rows.norm(x, layer.attn_norm)
+        if i + 1 < self.hparams.n_layer and self.hparams.layers[i + 1].shares_input:
+            part[i, pos] = normed
         mixed = self.mix(i, products, normed, pos, cache, attend, part)
         rows.add(x, products["o"](mixed), layer.attn_post_norm, layer.o.bias)
-        rows.add(x, self.feed_forward(i, products, x), layer.ffn_post_norm)
+        if sizes.has_ffn:
+            rows.add(x, self.feed_forward(i, products, x), layer.ffn_post_norm)
 
     def mix(
         self,

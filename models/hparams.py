@@ -4,17 +4,19 @@ Source of names, defaults and meaning: llama.cpp's llama_model::load_hparams, gg
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
-from sparsekv_cli.cache.spec import FULL, STATE, WINDOW, window_rows
+from sparsekv_cli.cache.spec import FULL, STATE, WINDOW
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.architectures import ARCHITECTURES, Architecture, architecture_of
 from sparsekv_cli.models.gguf.file import GGUFFile, StringArray
 from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys, read_architecture
-from sparsekv_cli.models.layers.expert_params import ExpertParams, mixture_of, read_experts
-from sparsekv_cli.models.layers.latent_params import LatentParams, with_latents
-from sparsekv_cli.models.layers.state_params import WITHOUT_HEADS, StateParams, read_states
+from sparsekv_cli.models.layers.expert_params import mixture_of, read_experts
+from sparsekv_cli.models.layers.latent_params import with_latents
+from sparsekv_cli.models.layers.layer_params import LayerParams
+from sparsekv_cli.models.layers.state_params import WITHOUT_HEADS, read_states
 from sparsekv_cli.models.layers.window_params import read_sources, read_windows
 from sparsekv_cli.models.rope import (
     RopeParams,
@@ -45,55 +47,6 @@ SCALARS = (
 
 
 @dataclass(frozen=True)
-class LayerParams:
-    """Sizes of one layer. A recurrent layer has a ``state`` and no heads (sizes 0)."""
-
-    n_head: int
-    n_head_kv: int
-    head_dim: int  # elements of a key head
-    value_dim: int  # elements of a value head
-    n_rot: int  # leading elements of a head that are rotated, even; 0: none
-    n_ff: int  # length of the gated feed-forward; 0 with ``experts``
-    attention_scale: float = 0.0  # the softmax's factor; 0: 1/sqrt(head_dim)
-    experts: ExpertParams | None = None
-    kind: str = FULL  # the kind of its cache (sparsekv_cli/cache/kinds.py)
-    window: int = 0  # tokens that a window layer attends to, the current one included; 0: all
-    softcap: float = 0.0  # c of scores c tanh(score / c); 0: none
-    has_sinks: bool = False  # each head has a score without a value in its softmax
-    state: StateParams | None = None
-    output_gate: bool = False  # see Architecture
-    source: int = -1  # the earlier layer whose K and V it reads; -1: it has its own
-    # Sizes of latent attention; None: it is not latent. Then the layer has one kv head, whose rows
-    # are key and value at once.
-    latent: LatentParams | None = None
-
-    @property
-    def n_attended(self) -> int:
-        """The length of the output projection's input."""
-        if self.latent is not None:
-            return self.n_head * self.latent.n_value
-        return self.state.n_out if self.state else self.n_head * self.value_dim
-
-    @property
-    def v_is_k(self) -> bool:
-        """Whether a token has one row, which is its key and its value."""
-        return self.latent is not None
-
-    def kv_bytes(self, n: int) -> int:
-        """Returns the bytes of K and V of n tokens in f16, or of the state.
-
-        A full layer that reads the rows of another layer has 0.
-        """
-        if self.state is not None:
-            return self.state.n_bytes
-        if self.source >= 0 and not self.window:
-            return 0
-        rows = min(n, window_rows(self.window)) if self.window else n
-        width = self.head_dim if self.v_is_k else self.head_dim + self.value_dim
-        return 2 * rows * self.n_head_kv * width
-
-
-@dataclass(frozen=True)
 class HParams:
     """Sizes of a decoder."""
 
@@ -119,6 +72,11 @@ class HParams:
     @property
     def n_layer(self) -> int:
         return len(self.layers)
+
+    @property
+    def n_block(self) -> int:
+        """The number of the file's blocks that the layers use."""
+        return 1 + max(max(layer.block, layer.ffn_block) for layer in self.layers)
 
     def kv_bytes(self, n: int) -> int:
         """Returns the bytes of K and V of n tokens in f16, states included."""
@@ -198,15 +156,19 @@ def read_hparams(file: GGUFFile) -> HParams:
     )
     if rope.freq_scale != of_file.freq_scale:
         n_ctx_train = min(MAX_TOKENS, max(1, int(rope.n_ctx_native / rope.freq_scale)))
-    layers = _read_layers(keys, architecture, n_blocks, n_layer, n_embd, scalars)
+    has_drafts = n_skipped > 0 and architecture.next_blocks == "drafts"
+    layers = _read_layers(
+        keys, architecture, n_blocks, n_layer, n_layer + has_drafts, n_embd, scalars
+    )
+    next_block = layers.pop() if has_drafts else None
     if architecture.latent:
-        layers = with_latents(keys, layers, partial(latent_scale, rope, stated))
+        layers = list(with_latents(keys, layers, partial(latent_scale, rope, stated)))
     window_rope = read_window_rope(keys, architecture, rope, of_file)
     hparams = HParams(
         architecture=name,
         n_ctx_train=n_ctx_train,
         n_embd=n_embd,
-        layers=layers[:n_layer],
+        layers=tuple(layers),
         norm_eps=keys.number("attention.layer_norm_rms_epsilon", low=0.0, high=1.0),
         rope=rope,
         n_vocab=_read_n_vocab(keys),
@@ -220,7 +182,7 @@ def read_hparams(file: GGUFFile) -> HParams:
         if architecture.layer_inputs
         else 0,
         n_skipped=n_skipped,
-        next_block=layers[n_layer] if n_skipped and architecture.next_blocks == "drafts" else None,
+        next_block=next_block,
     )
     keys.check_changes()
     if rope != of_file and not hparams.n_rot:
@@ -254,49 +216,68 @@ def _read_layers(
     architecture: Architecture,
     n_layer: int,
     n_own: int,
+    n_read: int,
     n_embd: int,
     scalars: dict[str, float],
-) -> tuple[LayerParams, ...]:
-    """Returns the sizes of all n_layer blocks. Blocks from ``n_own`` on have attention."""
+) -> list[LayerParams]:
+    """Returns the layers of the first n_read of n_layer blocks.
+
+    Blocks from ``n_own`` on have attention. A layer may have two blocks, or a block two layers (see
+    Architecture).
+    """
+    is_single, is_parallel = architecture.single_blocks, architecture.parallel
     n_head = keys.per_layer("attention.head_count", n_layer, MAX_HEADS)
     n_head_kv, least = n_head, int(architecture.recurrence not in WITHOUT_HEADS)
     if "attention.head_count_kv" in keys:
         n_head_kv = keys.per_layer("attention.head_count_kv", n_layer, MAX_HEADS, least)
-    states = read_states(keys, architecture, n_own, n_embd, n_head_kv[:n_own])
+    mixture, n_ff = mixture_of(keys, architecture), (0,) * n_layer
+    if mixture is None or not mixture.own_length or is_single or "feed_forward_length" in keys:
+        n_ff = keys.per_layer("feed_forward_length", n_layer, MAX_WIDTH, int(not is_single))
+    others = zip(n_head_kv, n_ff, strict=True)
+    has_others = [bool(kv_heads or (is_single and length)) for kv_heads, length in others]
+    states = read_states(keys, architecture, n_own, n_embd, has_others[:n_own])
     states += [None] * (n_layer - n_own)
     for layer, (heads, kv_heads) in enumerate(zip(n_head, n_head_kv, strict=True)):
-        if states[layer] is None and heads % kv_heads:
+        if kv_heads and heads % kv_heads:
             raise keys.fail(
                 "attention.head_count",
                 f"is {heads} in layer {layer}, not a multiple of head_count_kv = {kv_heads}",
             )
     sizes = _head_sizes(keys, n_embd, n_head)
     window_sizes = _head_sizes(keys, n_embd, n_head, "_swa", sizes)
-    step, n_ff = architecture.no_rope_step, (0,) * n_layer
-    mixture, n_dense = mixture_of(keys, architecture), 0
+    step, n_dense = architecture.no_rope_step, 0
     if mixture is not None and mixture.dense_lead:
         n_dense = keys.integer("leading_dense_block_count", 0, n_layer, default=0)
-    if mixture is None or not mixture.own_length or "feed_forward_length" in keys:
-        n_ff = keys.per_layer("feed_forward_length", n_layer, MAX_WIDTH)
     windows = read_windows(keys, architecture.windows, n_layer)
     scale = scalars["attention.scale"] or architecture.attention_scale
     sources = read_sources(keys, architecture, windows)
     if n_layer == architecture.wide_scale_layers:
         scale = (n_embd // n_head[0]) ** -0.5
-    layers = []
-    for i in range(n_layer):
+    layers: list[LayerParams] = []
+    for i in range(n_read):
         is_rotated = scalars["rope.scaling.finetuned"] and not (step and (i + 1) % step == 0)
         if any(windows) and architecture.windows and not architecture.windows.rotates_full:
             is_rotated = windows[i]
         experts = None
-        if mixture is not None and i >= n_dense:
+        if mixture is not None and i >= n_dense and (n_ff[i] or not is_single):
             experts = read_experts(keys, mixture, i, n_layer, n_ff[i])
         head_dim, value_dim, n_rot = window_sizes if windows[i] else sizes
         n_ff_dense = 0 if experts is not None else n_ff[i]
+        ffn: dict[str, Any] = {"n_ff": n_ff_dense, "experts": experts, "ffn_block": i}
+        if is_single and n_ff[i]:
+            if not layers or layers[-1].has_ffn:
+                raise keys.unsupported(
+                    "feed_forward_length",
+                    f"makes block {i} a feed-forward after no attention and no Mamba-2",
+                )
+            layers[-1] = replace(layers[-1], **ffn)
+            continue
         if states[i] is not None:
+            of_layer = {"n_ff": 0} if is_parallel else ffn
             layers.append(
-                LayerParams(0, 0, 0, 0, 0, n_ff_dense, experts=experts, kind=STATE, state=states[i])
+                LayerParams(0, 0, 0, 0, 0, kind=STATE, state=states[i], block=i, **of_layer)
             )
+        if states[i] is not None and not is_parallel:
             continue
         layers.append(
             LayerParams(
@@ -305,18 +286,19 @@ def _read_layers(
                 head_dim=head_dim,
                 value_dim=value_dim,
                 n_rot=n_rot if is_rotated else 0,
-                n_ff=n_ff_dense,
                 attention_scale=scale,
-                experts=experts,
                 kind=WINDOW if windows[i] else FULL,
                 window=windows[i],
                 softcap=scalars["attn_logit_softcapping"],
                 has_sinks=architecture.sinks,
                 output_gate=architecture.output_gate,
                 source=sources[i],
+                block=i,
+                shares_input=is_parallel,
+                **ffn,
             )
         )
-    return tuple(layers)
+    return layers
 
 
 def _head_sizes(

@@ -33,7 +33,7 @@ class LayerWeights(ABC):
     attn_norm: np.ndarray | None  # None: the input has no norm
     o: Linear  # the output projection of attention or of a recurrence
     ffn_norm: np.ndarray | None
-    ffn: GatedWeights | ExpertWeights
+    ffn: GatedWeights | ExpertWeights | None  # None: the layer has no feed-forward
     attn_post_norm: np.ndarray | None = None  # f32 (n_embd,), norm of the attention's output
     ffn_post_norm: np.ndarray | None = None  # f32 (n_embd,), norm of the feed-forward's output
     input: LayerInput | None = None  # the weights for the per-layer input; None: no such input
@@ -55,12 +55,17 @@ class LayerWeights(ABC):
 
         An expert layer's router and the matrices of the field ``input`` are left out.
         """
-        return (*self.attention(), *self.ffn.linears())
+        return self.stages()
+
+    def stages(self) -> tuple[Linear, ...]:
+        """Returns the matrices of the two stages of a decode step, in the order of LayerState."""
+        return (*self.attention(), *(() if self.ffn is None else self.ffn.linears()))
 
     def mapped(self, change: Callable[[Linear], Linear]) -> LayerWeights:
         """Returns a copy of the layer with ``change`` applied to each matrix of ``linears``."""
         layer = self.with_inputs(tuple(change(linear) for linear in self.inputs()))
-        return replace(layer, o=change(self.o), ffn=self.ffn.mapped(change))
+        ffn = None if self.ffn is None else self.ffn.mapped(change)
+        return replace(layer, o=change(self.o), ffn=ffn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +160,10 @@ class Weights:
             of_heads = layer.heads.linears() if isinstance(layer, LatentWeights) else ()
             read = (*layer.attention(), *of_heads, *of_input)
             total += sum(linear.data.nbytes for linear in read)
-            ffn = layer.ffn
-            total += ffn.bytes_a_step(n_rows) if isinstance(ffn, ExpertWeights) else ffn.n_bytes
+            if isinstance(layer.ffn, ExpertWeights):
+                total += layer.ffn.bytes_a_step(n_rows)
+            elif layer.ffn is not None:
+                total += layer.ffn.n_bytes
         return total
 
     @property
@@ -218,19 +225,21 @@ class WeightsReader(TensorReader):
     def layer(
         self, i: int, hparams: HParams, architecture: Architecture, inputs: InputEmbedding | None
     ) -> LayerWeights:
-        at, n_embd, layer = f"blk.{i}.", hparams.n_embd, hparams.layers[i]
-        ffn: GatedWeights | ExpertWeights
+        n_embd, layer = hparams.n_embd, hparams.layers[i]
+        at, ffn_at = f"blk.{layer.block}.", f"blk.{layer.ffn_block}."
+        ffn: GatedWeights | ExpertWeights | None = None
         if layer.experts is not None:
-            mixture = architecture.mixture
-            has_biases = mixture is not None and mixture.biases
-            ffn = read_mixture(self, at, n_embd, layer.experts, has_biases)
-        elif architecture.fused_gate_up:
-            ffn = self.fused_gated(at, n_embd, layer.n_ff)
-        else:
-            ffn = self.gated(at, n_embd, layer.n_ff)
+            ffn = read_mixture(self, ffn_at, n_embd, layer.experts, architecture)
+        elif layer.n_ff and architecture.fused_gate_up:
+            ffn = self.fused_gated(ffn_at, n_embd, layer.n_ff)
+        elif layer.n_ff:
+            ffn = self.gated(ffn_at, architecture.gate_up, n_embd, layer.n_ff)
         attn_norm, ffn_norm = (
-            self.vector(f"{at}{name}.weight", n_embd) if architecture.pre_norms else None
-            for name in ("attn_norm", architecture.ffn_norm)
+            self.vector(name, n_embd) if architecture.pre_norms and is_there else None
+            for name, is_there in (
+                (f"{at}attn_norm.weight", True),
+                (f"{ffn_at}{architecture.ffn_norm}", layer.has_ffn),
+            )
         )
         if layer.state is not None:
             mixer = read_mixer(self, at, n_embd, layer.state, hparams.norm_eps)
@@ -301,7 +310,7 @@ def read_weights(
         rope_freqs=rope_freqs,
         inputs=inputs,
     )
-    skipped = tuple(f"blk.{hparams.n_layer + i}." for i in range(hparams.n_skipped))
+    skipped = tuple(f"blk.{hparams.n_block + i}." for i in range(hparams.n_skipped))
     unused = [
         name for name in file.tensors if name not in reader.used and not name.startswith(skipped)
     ]

@@ -45,8 +45,9 @@ from sparsekv_cli.cpu.weights.integer import quantize_rows, quantized_stride
 from sparsekv_cli.cpu.weights.interleaved import GROUP
 
 # The matrices of such a layer's LayerState, after its inputs: o, the router, whose inputs are
-# f32, and the shared expert's gate, up and down. These are zero if there is no shared expert.
-ROUTER, SHARED, N_LATER = 1, 2, 5
+# f32, and the shared expert's gate, up and down. These are zero if there is no shared expert. The
+# architecture may have no gates.
+ROUTER, SHARED = 1, 2
 
 # Columns of a table of jobs, int64: those of a matrix, then its inputs and outputs.
 SOURCE, SOURCE_ROW, N_INPUTS, OUT, OUT_ROW, N_COLUMNS = range(6, 12)
@@ -183,11 +184,11 @@ def gate_and_up(layer, mixture, given, offsets, rows, n_rows, jobs):
         )  # fmt: skip
         n += n_parts
     if mixture.n_shared:
-        table = layer.matrices[layer.n_inputs + SHARED : layer.n_inputs + SHARED + 2]
+        table = layer.matrices[layer.n_inputs + SHARED : layer.matrices.shape[0] - 1]
         inputs = (layer.normed.ctypes.data, x_row, layer.quantized.ctypes.data, stride)
         out = hidden + rows.shape[0] * hidden_row
-        _set_jobs(jobs[n : n + 2], table, 0, inputs, n_rows, out, hidden_row)
-        n += 2
+        _set_jobs(jobs[n : n + len(table)], table, 0, inputs, n_rows, out, hidden_row)
+        n += len(table)
     return n
 
 
@@ -235,7 +236,7 @@ def _down(layer, mixture, offsets, n_slots, n_rows, jobs):
             )  # fmt: skip
             n += 1
     if mixture.n_shared:
-        last = layer.n_inputs + SHARED + 2
+        last = layer.matrices.shape[0] - 1
         inputs = hidden + n_slots * row, row, quantized + n_slots * stride, stride
         _set_jobs(
             jobs[n : n + 1], layer.matrices[last : last + 1], 0, inputs, n_rows,
@@ -257,6 +258,7 @@ def add_experts(at, mixture_at, n_rows, n_threads):
     n_embd, n_expert, n_used = layer.n_embd, mixture.n_expert, mixture.n_used
     n_slots, n_parts, eps = n_rows * n_used, mixture.n_parts, np.float32(layer.eps)
     matrices, table = layer.matrices[layer.n_inputs :], mixture.matrices
+    last = matrices.shape[0] - 1
     x, normed, results = layer.x, layer.normed, mixture.results
     has_norms = mixture.router_norm.shape[0] > 0
     routed = given = np.int64(normed.ctypes.data)
@@ -288,7 +290,7 @@ def add_experts(at, mixture_at, n_rows, n_threads):
                 weights[b, j] *= mixture.result_scale[chosen[b, j]]
     group_rows(chosen, offsets, rows, places)
 
-    n_planes = max(most_planes(table[:n_parts]), most_planes(matrices[SHARED : SHARED + 2]))
+    n_planes = max(most_planes(table[:n_parts]), most_planes(matrices[SHARED:last]))
     stride, quantized = quantized_stride(n_embd), np.int64(layer.quantized.ctypes.data)
     if n_planes:
         quantize_rows(normed.ctypes.data, 4 * n_embd, n_rows, n_embd, n_planes, quantized, stride)
@@ -307,9 +309,9 @@ def add_experts(at, mixture_at, n_rows, n_threads):
     n_planes = table[n_parts, PLANES]
     _gate_rows(layer.activation, hidden[:n_slots], to[:n_slots], mixture.n_ff, n_planes)
     if mixture.n_shared:
-        n_planes, shared = matrices[SHARED + 2, PLANES], slice(n_slots, n_slots + n_rows)
+        n_planes, shared = matrices[last, PLANES], slice(n_slots, n_slots + n_rows)
         _gate_rows(layer.activation, hidden[shared], to[shared], mixture.n_shared, n_planes)
-    expect(layer.regions[layer.n_inputs + N_LATER :].ctypes.data)
+    expect(layer.regions[layer.matrices.shape[0] :].ctypes.data)
     run_jobs(jobs[: _down(layer, mixture, offsets, n_slots, n_rows, jobs)], n_threads)
 
     _add_biases(results, offsets, mixture.result_bias)

@@ -28,7 +28,7 @@ class MixtureState(KernelFields):
     n_used: int
     n_ff: int
     n_shared: int  # the shared expert's n_ff, or 0
-    n_parts: int  # matrices of gate and up: two, or one if they are merged
+    n_parts: int  # matrices of gate and up: two, or one if they are merged or there is no gate
     sigmoid: bool  # whether the weights are sigmoids, not a softmax
     normalised: bool  # whether the weights of the chosen experts sum to 1
     n_group: int  # groups of experts

@@ -3,6 +3,7 @@
 All are gate' sigmoid(s(gate')) up'. SiLU has s(x) = x. GELU in its tanh form has s(x) = 2
 sqrt(2/pi) (x + 0.044715 x^3). gpt-oss's clamped SwiGLU has s(x) = 1.702 x and gates of at most 7.
 Its up' is up, clamped to 7 on both sides, plus 1. Output gates of heads are sigmoid(gate) up.
+A squared ReLU has no up: it is max(gate, 0)^2.
 """
 
 import math
@@ -18,8 +19,10 @@ from sparsekv_cli.cpu.jit.bf16 import narrowed
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I16, I32, I64, LANES, VF, VI, const, load, vec
 
-SILU, GELU, CLAMPED, SIGMOID = range(4)
-ACTIVATIONS = {"silu": SILU, "gelu": GELU, "clamped": CLAMPED, "sigmoid": SIGMOID}
+SILU, GELU, CLAMPED, SIGMOID, SQUARED = range(5)
+ACTIVATIONS = {
+    "silu": SILU, "gelu": GELU, "clamped": CLAMPED, "sigmoid": SIGMOID, "squared_relu": SQUARED,
+}  # fmt: skip
 SLOPE, CUBIC = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715  # of GELU
 CLAMPED_SLOPE, CLAMP = 1.702, 7.0
 
@@ -34,6 +37,9 @@ def _bound(b: ir.IRBuilder, x: ir.Value, low: float | None, high: float) -> ir.V
 
 def _gated(b: ir.IRBuilder, activation: int, g: ir.Value, u: ir.Value) -> ir.Value:
     s = g
+    if activation == SQUARED:
+        positive = b.select(b.fcmp_ordered("<", g, const(F32, 0.0)), const(F32, 0.0), g)
+        return b.fmul(positive, positive)
     if activation == CLAMPED:
         g = _bound(b, g, None, CLAMP)
         u = b.fadd(_bound(b, u, -CLAMP, CLAMP), const(F32, 1.0))
@@ -100,6 +106,8 @@ def gate_one(activation, g, u):
         s = g * (np.float32(SLOPE) + np.float32(CUBIC) * g * g)
     elif activation == SIGMOID:
         return u / (np.float32(1) + np.exp(-g))
+    elif activation == SQUARED:
+        return max(g, np.float32(0)) ** 2
     return g / (np.float32(1) + np.exp(-s)) * u
 
 
@@ -112,4 +120,6 @@ def gate_ref(activation: int, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
         return gate / (1 + np.exp(-gate * (SLOPE + CUBIC * gate**2))) * up
     if activation == SIGMOID:
         return up / (1 + np.exp(-gate))
+    if activation == SQUARED:
+        return np.maximum(gate, 0) ** 2
     return gate / (1 + np.exp(-gate)) * up

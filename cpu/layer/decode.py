@@ -29,7 +29,8 @@ from sparsekv_cli.cpu.weights.interleaved import GROUP
 # Columns of a matrix table (int64, one row a matrix). PLANES: bytes of a quantised activation that
 # the kernel takes; 0: it takes f32.
 KERNEL, WEIGHTS, ROW_BYTES, ROWS, COLUMNS, PLANES = range(6)
-N_LATER = 4  # matrices of a layer after its n_inputs: o, gate, up, down
+# The matrices of a layer after its n_inputs are o, gate, up and down. A feed-forward may lack the
+# gate, and a layer may lack the feed-forward.
 
 
 def matrix_table(linears, n_planes) -> np.ndarray:
@@ -189,8 +190,18 @@ def _rotate_heads(raw, d, bias, norm, eps, cos, sin, scale, interleaved, out_nop
 def project_qkv(at, n_rows, n_threads):
     """Computes q, k, v, q_nope, k_nope of a layer from x, for n_rows rows.
 
-    at: of a record of LayerState. For a recurrent layer it computes only ``projected``.
+    at: of a record of LayerState. For a recurrent layer it computes only ``projected``. Before that
+    it does the same for the next layer, if that has the same input.
     """
+    partner = view(LayerState, at).partner
+    if partner:
+        _project(partner, n_rows, n_threads)
+    _project(at, n_rows, n_threads)
+
+
+@njit(cache=True, nogil=True)
+def _project(at, n_rows, n_threads):
+    """See ``project_qkv``."""
     layer = view(LayerState, at)
     n_embd, d, d_v, eps = layer.n_embd, layer.head_dim, layer.value_dim, np.float32(layer.eps)
     n_head, n_kv, normed = layer.n_head, layer.n_head_kv, layer.normed
@@ -279,23 +290,25 @@ def finish_attention(at, attended, n_rows, n_threads):
 
 @njit(cache=True, nogil=True)
 def finish_layer(at, attended, n_rows, n_threads):
-    """Runs ``finish_attention``, then x += s W_down (act(W_gate normed) * W_up normed)."""
+    """Runs ``finish_attention``, then x += s W_down (act(W_gate normed) * W_up normed), if any."""
     finish_attention(at, attended, n_rows, n_threads)
     layer = view(LayerState, at)
-    n_embd, n_ff, o = layer.n_embd, layer.n_ff, layer.n_inputs
+    n_embd, n_ff, first, n = layer.n_embd, layer.n_ff, layer.n_inputs + 1, layer.matrices.shape[0]
+    if first == n:
+        return
     hidden, hidden_row = layer.hidden.ctypes.data, layer.hidden.strides[0]
     normed, quantized = layer.normed.ctypes.data, layer.quantized.ctypes.data
-    expect(layer.regions[o + 3 :].ctypes.data)
+    expect(layer.regions[n - 1 :].ctypes.data)
     multiply(
-        layer.matrices[o + 1 : o + 3], normed, 4 * n_embd, n_rows, quantized, hidden, hidden_row,
+        layer.matrices[first : n - 1], normed, 4 * n_embd, n_rows, quantized, hidden, hidden_row,
         n_threads,
     )  # fmt: skip
     for b in range(n_rows):
         gate = hidden + b * hidden_row
         gate_lanes(layer.x, layer.activation, gate, gate + 4 * n_ff, gate, n_ff)
-    expect(layer.regions[o + 4 :].ctypes.data)
+    expect(layer.regions[n:].ctypes.data)
     multiply(
-        layer.matrices[o + 3 : o + N_LATER], hidden, hidden_row, n_rows, quantized, normed,
+        layer.matrices[n - 1 : n], hidden, hidden_row, n_rows, quantized, normed,
         4 * n_embd, n_threads,
     )  # fmt: skip
     eps, scale = np.float32(layer.eps), np.float32(layer.residual_scale)

@@ -203,12 +203,16 @@ def gate_heads(attended, raw, d, out, n_threads):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def gate_rows(gate_up, activation, out, n_threads):
-    """out = act(gate) * up; gate_up (T, 2 n): gate, then up; out (T, n)."""
+    """out = act(gate) * up; gate_up (T, 2 n): gate, then up; out (T, n).
+
+    Without an up, gate_up is (T, n).
+    """
     n_rows, n = out.shape
+    first = gate_up.shape[1] - n
     whole = n // LANES * LANES
     for part in prange(n_threads):
         for row in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
-            gate, up = gate_up[row], gate_up[row, n:]
+            gate, up = gate_up[row], gate_up[row, first:]
             at = gate.ctypes.data, up.ctypes.data, out[row].ctypes.data
             gate_lanes(out, activation, at[0], at[1], at[2], whole)
             for c in range(whole, n):

@@ -39,6 +39,7 @@ class LayerState(KernelFields):
     head_dim: int
     n_ff: int
     n_rot: int
+    partner: int  # address of the next layer's record if both have the same input, or 0
     n_inputs: int  # matrices before o: q, k, v; a recurrent layer has others
     gated: bool  # whether d elements of a gate follow each query's d projected elements
     interleaved: bool  # whether the pairs of a rotation are (0, 1), (2, 3) ... in q and k

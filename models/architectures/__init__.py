@@ -13,11 +13,23 @@ from sparsekv_cli.errors import UnsupportedModelError
 
 # general.architecture; a module of this package has the name, with _ for -.
 ARCHITECTURES = (
-    *("deepseek", "deepseek2", "ernie4_5", "ernie4_5-moe", "exaone", "exaone4"),
+    *("deepseek", "deepseek2", "ernie4_5", "ernie4_5-moe", "exaone", "exaone4", "falcon-h1"),
     *("gemma2", "gemma3", "gemma4"),
     *("glm4", "glm4moe", "gpt-oss", "granite", "granitehybrid", "granitemoe", "lfm2", "lfm2moe"),
     *("llama", "minicpm"),
-    *("minimax-m2", "mistral3", "olmo2", "phi3", "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen35"),
+    *(
+        "minimax-m2",
+        "mistral3",
+        "nemotron_h",
+        "nemotron_h_moe",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen2moe",
+        "qwen2vl",
+        "qwen3",
+        "qwen35",
+    ),
     *("qwen35moe", "qwen3moe", "qwen3next", "qwen3vl", "qwen3vlmoe", "seed_oss", "smollm3"),
 )
 
@@ -87,7 +99,7 @@ class Architecture:
     o_bias: bool = False  # the file must have attn_output.bias; False: it must not have it
     # The file must have attn_sinks: for each head a score without a value in the softmax.
     sinks: bool = False
-    ffn_norm: str = "ffn_norm"  # the name of the norm's tensor before the feed-forward
+    ffn_norm: str = "ffn_norm.weight"  # the name of the norm's tensor before the feed-forward
     fused_gate_up: bool = False  # ffn_up has the rows of the gate, then those of up
     no_rope_step: int = 0  # the last of every so many layers is not rotated; 0: all are rotated
     scalars: tuple[str, ...] = ()  # further keys to read, of SCALARS in models/hparams.py
@@ -99,7 +111,15 @@ class Architecture:
     # The outputs of attention and of the feed-forward have their own norms before they are added.
     post_norms: bool = False
     pre_norms: bool = True  # False: the inputs of attention and feed-forward have no norm
-    activation: str = "silu"  # of the gate, one of ACTIVATIONS in cpu/layer/activation.py
+    # Of the gate, one of ACTIVATIONS in cpu/layer/activation.py. With ``squared_relu`` there is no
+    # gate: up takes its place.
+    activation: str = "silu"
+    # Each block is attention, Mamba-2 or a feed-forward. A feed-forward belongs to the layer of the
+    # block before it, and other layers have none.
+    single_blocks: bool = False
+    # Each block has attention and Mamba-2 with the same input. They become two layers.
+    parallel: bool = False
+    state_norm: bool = True  # whether the file must have the norm of Mamba-2; False: it may have it
     embeds_by_width: bool = False  # embeddings are multiplied by the square root of their length
     # In a model with so many layers the softmax scale depends on n_embd / n_head, not on the heads'
     # size. 0: there is no such model.
@@ -126,6 +146,11 @@ class Architecture:
     layer_inputs: bool = False
     # Attention is latent: a token has one row for all heads (models/layers/latent_params.py).
     latent: bool = False
+
+    @property
+    def gate_up(self) -> tuple[str, ...]:
+        """The names of the matrices before a feed-forward's activation."""
+        return ("up",) if self.activation == "squared_relu" else ("gate", "up")
 
     @property
     def host_only(self) -> str:

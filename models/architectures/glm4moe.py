@@ -8,7 +8,7 @@ from sparsekv_cli.models.architectures import Architecture, Mixture
 ARCHITECTURE = Architecture(
     name="glm4moe",
     rope_interleaved=False,
-    ffn_norm="post_attention_norm",
+    ffn_norm="post_attention_norm.weight",
     mixture=Mixture(
         normalised=False,
         shared="counted",

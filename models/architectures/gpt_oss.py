@@ -11,7 +11,7 @@ ARCHITECTURE = Architecture(
     qkv_bias=True,
     o_bias=True,
     sinks=True,
-    ffn_norm="post_attention_norm",
+    ffn_norm="post_attention_norm.weight",
     activation="clamped",
     windows=Windows(size=0, step=2),
     mixture=Mixture(biases=True),

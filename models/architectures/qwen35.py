@@ -9,5 +9,5 @@ ARCHITECTURE = Architecture(
     recurrence="delta_net",
     output_gate=True,
     next_blocks="drafts",
-    ffn_norm="post_attention_norm",
+    ffn_norm="post_attention_norm.weight",
 )

@@ -2,4 +2,6 @@
 
 from sparsekv_cli.models.architectures import Architecture
 
-ARCHITECTURE = Architecture(name="seed_oss", rope_interleaved=False, ffn_norm="post_attention_norm")
+ARCHITECTURE = Architecture(
+    name="seed_oss", rope_interleaved=False, ffn_norm="post_attention_norm.weight"
+)

@@ -33,9 +33,10 @@ class Linear:
 
 @dataclass(frozen=True)
 class GatedWeights:
-    """The weights of a gated feed-forward network: down(act(gate x) * up x)."""
+    """The weights of a feed-forward network: down(act(gate x) * up x), or down(act(up x))."""
 
-    gate_up: tuple[Linear, ...]  # either gate and up, or one matrix with gate's rows first
+    # gate and up, or one matrix with gate's rows first; up alone in a network without a gate
+    gate_up: tuple[Linear, ...]
     down: Linear
 
     def linears(self) -> tuple[Linear, ...]:

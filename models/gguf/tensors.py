@@ -90,7 +90,9 @@ class TensorReader:
         info = self.info(name, shape)
         return dot.dequantize(int(info.type), self.file.data(info), shape[-1]).reshape(shape)
 
-    def gated(self, prefix: str, n_embd: int, n_ff: int, suffix: str = "") -> GatedWeights:
-        """Returns the weights of a gated feed-forward network from three tensors."""
-        gate, up = (self.linear(f"{prefix}ffn_{x}{suffix}", n_ff, n_embd) for x in ("gate", "up"))
-        return GatedWeights((gate, up), self.linear(f"{prefix}ffn_down{suffix}", n_embd, n_ff))
+    def gated(
+        self, prefix: str, names: Sequence[str], n_embd: int, n_ff: int, suffix: str = ""
+    ) -> GatedWeights:
+        """Returns the weights of a feed-forward network. names: ``gate`` and ``up``, or ``up``."""
+        gate_up = tuple(self.linear(f"{prefix}ffn_{x}{suffix}", n_ff, n_embd) for x in names)
+        return GatedWeights(gate_up, self.linear(f"{prefix}ffn_down{suffix}", n_embd, n_ff))

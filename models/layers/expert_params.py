@@ -58,6 +58,7 @@ def mixture_of(keys: ModelKeys, architecture: Architecture) -> Mixture | None:
         ("expert_gating_func", known_gating),
         ("leading_dense_block_count", (0,)),
         ("interleave_moe_layer_step", (0, 1)),
+        ("moe_latent_size", (0,)),
     ):
         value = keys.integer(name, 0, MAX_TOKENS, default=0)
         is_known = name == "leading_dense_block_count" and mixture.dense_lead
@@ -78,12 +79,13 @@ def read_experts(
 ) -> ExpertParams:
     """Returns the experts of one layer. n_ff: its feed_forward_length, or 0 if it is missing."""
     n_expert = keys.integer("expert_count", 1, MAX_EXPERTS)
-    n_used = keys.per_layer("expert_used_count", n_layer, MAX_EXPERTS)[layer]
-    if n_used > n_expert:
-        raise keys.fail("expert_used_count", f"is {n_used}, but expert_count is {n_expert}")
+    n_used = keys.per_layer("expert_used_count", n_layer, MAX_EXPERTS, 0)[layer]
+    if not 1 <= n_used <= n_expert:
+        raise keys.fail("expert_used_count", f"is {n_used}; it must be 1 to {n_expert}")
     own, length = "expert_feed_forward_length", n_ff
     if mixture.own_length:
-        length = keys.per_layer(own, n_layer, MAX_WIDTH)[layer] if own in keys else n_ff // n_used
+        length = keys.per_layer(own, n_layer, MAX_WIDTH, 0)[layer] if own in keys else 0
+        length = length or n_ff // n_used
     if not length:
         raise keys.fail(own, "is missing, and so is a feed_forward_length to share out")
     n_shared = 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.gguf.linear import GatedWeights, Linear
 from sparsekv_cli.models.gguf.tensors import TensorReader
 from sparsekv_cli.models.layers.expert_params import ExpertParams
@@ -59,9 +60,10 @@ class ExpertWeights:
 
 
 def read_mixture(
-    reader: TensorReader, at: str, n_embd: int, params: ExpertParams, has_biases: bool
+    reader: TensorReader, at: str, n_embd: int, params: ExpertParams, architecture: Architecture
 ) -> ExpertWeights:
     """Returns the router and experts of a layer whose tensor names begin with ``at``."""
+    has_biases = architecture.mixture is not None and architecture.mixture.biases
     prefix, tensors = f"{at}ffn_", reader.file.tensors
     old = f"{prefix}gate.0.weight"
     if old in tensors:
@@ -74,7 +76,7 @@ def read_mixture(
     if params.normed and f"{prefix}gate_up_exps.weight" in tensors:
         parts = {"gate_up": 2 * n_ff}
     else:
-        parts = {"gate": n_ff, "up": n_ff}
+        parts = dict.fromkeys(architecture.gate_up, n_ff)
     gate_up = (reader.stack(f"{prefix}{x}_exps", n_expert, n, n_embd) for x, n in parts.items())
     experts = GatedWeights(tuple(gate_up), down)
     biases = None
@@ -91,7 +93,9 @@ def read_mixture(
         params=params,
         router=reader.linear(f"{prefix}gate_inp", n_expert, n_embd, bias=has_biases or None),
         experts=experts,
-        shared=reader.gated(at, n_embd, n_shared, suffix) if n_shared else None,
+        shared=reader.gated(at, architecture.gate_up, n_embd, n_shared, suffix)
+        if n_shared
+        else None,
         shared_gate=reader.table(shared_gate, n_embd) if params.shared_gate else None,
         biases=biases,
         choice_bias=reader.vector(f"{at}exp_probs_b.bias", n_expert, params.choice_bias == "needed")

@@ -1,5 +1,6 @@
 """Reads from the metadata which layers are recurrent, and their sizes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,7 @@ class StateParams:
     key_dim: int = 0  # elements of a key head
     value_dim: int = 0  # elements of a value head
     grouped: bool = False  # see Architecture
+    needs_norm: bool = True  # whether the file must have the norm of Mamba-2
 
     @property
     def n_mixed(self) -> int:
@@ -45,18 +47,19 @@ def read_states(
     architecture: Architecture,
     n_layer: int,
     n_embd: int,
-    n_head_kv: tuple[int, ...],
+    has_others: Sequence[bool],
 ) -> list[StateParams | None]:
     """Returns each layer's recurrent part, or None for a layer with attention.
 
-    n_head_kv: KV heads of each layer. With short convolutions or Mamba-2 a recurrent layer has 0.
+    has_others: whether a layer has KV heads, or is a feed-forward. With short convolutions and with
+    Mamba-2 all other layers are recurrent. If attention and Mamba-2 are parallel, all are.
     """
     recurrence = architecture.recurrence
     if not recurrence:
         return [None] * n_layer
     if recurrence == "short_convolution":
         length = keys.integer("shortconv.l_cache", 2, MAX_LENGTH)
-        return [None if n else StateParams(recurrence, length, n_embd) for n in n_head_kv]
+        return [None if has else StateParams(recurrence, length, n_embd) for has in has_others]
     length = keys.integer("ssm.conv_kernel", 2, MAX_LENGTH)
     key_dim = keys.integer("ssm.state_size", 1, MAX_HEAD)
     n_key = keys.integer("ssm.group_count", 1, MAX_HEADS)
@@ -74,10 +77,11 @@ def read_states(
     if n_out != n_value * value_dim:
         raise keys.fail("ssm.inner_size", f"is {n_out}; {n_value} heads have {n_value * value_dim}")
     params = StateParams(
-        recurrence, length, n_out, n_key, n_value, key_dim, value_dim, architecture.grouped_heads
-    )
+        recurrence, length, n_out, n_key, n_value, key_dim, value_dim, architecture.grouped_heads,
+        architecture.state_norm,
+    )  # fmt: skip
     if recurrence == "mamba2":
-        return [None if n else params for n in n_head_kv]
+        return [None if has and not architecture.parallel else params for has in has_others]
     return [params if is_recurrent else None for is_recurrent in _recurrent(keys, n_layer)]
 
 

@@ -67,7 +67,9 @@ def _delta_net(reader: Any, prefix: str, n_embd: int, params: StateParams, eps: 
 def _mamba2(reader: Any, prefix: str, n_embd: int, params: StateParams, eps: float) -> Mixer:
     n_head, n_out, shape = params.n_value, params.n_out, (params.n_value, 1)
     wide = (reader.linear(f"{prefix}ssm_in", n_out + params.n_mixed + n_head, n_embd),)
-    norm = reader.floats(f"{prefix}ssm_norm.weight", (params.n_key, n_out // params.n_key))
+    norm, name = np.empty(0, np.float32), f"{prefix}ssm_norm.weight"
+    if params.needs_norm or name in reader.file.tensors:
+        norm = reader.floats(name, (params.n_key, n_out // params.n_key))
     dt, skip = reader.vector(f"{prefix}ssm_dt.bias", n_head), reader.floats(f"{prefix}ssm_d", shape)
     recurrence = Mamba2(
         weight=_filters(reader, f"{prefix}ssm_conv1d.weight", params),

@@ -83,6 +83,7 @@ class LayerSpec:
     # A token has one row, which is its key and its value: latent attention. The values' rotated
     # dims mean nothing.
     v_is_k: bool = False
+    shares_input: bool = False  # whether its input is that of the layer before it
     n_full: int = 0  # number of full layers in the model
     full_place: int = 0  # number of full layers before this one
 

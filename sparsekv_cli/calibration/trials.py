@@ -51,9 +51,12 @@ def unchanged(k: np.ndarray, v: np.ndarray) -> None:
 def first_layer(trial: Trial, specs: Sequence[LayerSpec]) -> int:
     """Returns the layer at which the copy of a trial joins a pass.
 
-    It is the trial's layer; 0 if layers read rows of other layers.
+    It is the trial's layer, or the one before it if both have the same input. It is 0 if layers
+    read rows of other layers.
     """
-    return 0 if any(spec.source >= 0 for spec in specs) else max(0, trial.layer)
+    if trial.layer < 0 or any(spec.source >= 0 for spec in specs):
+        return 0
+    return trial.layer - specs[trial.layer].shares_input
 
 
 def depth(layer: int, specs: Sequence[LayerSpec]) -> float:

@@ -8,7 +8,8 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention, silu
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
-from sparsekv_cli.models.hparams import HParams, LayerParams
+from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.layers.layer_params import LayerParams
 from sparsekv_cli.models.weights import AttentionWeights, Linear
 
 

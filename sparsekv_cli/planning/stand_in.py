@@ -90,7 +90,7 @@ def _first_rows(info: TensorInfo, n: int | None) -> TensorInfo:
 def read_stand_in(
     file: GGUFFile, n_layer: int | None = None, n_vocab: int | None = None
 ) -> StandIn:
-    """Returns the model with its first ``n_layer`` layers.
+    """Returns the model with its first ``n_layer`` layers, and all layers of the last one's block.
 
     n_layer: None: all layers, and large weights have no memory. n_vocab: most tokens of its
     vocabulary; None: all. Raises SparseKVError for a model that this program cannot run.
@@ -98,10 +98,11 @@ def read_stand_in(
     architecture = architecture_of(read_architecture(file))
     hparams = read_hparams(file)
     if n_layer is not None:
+        n_layer += sum(layer.shares_input for layer in hparams.layers[n_layer : n_layer + 1])
         hparams = replace(hparams, layers=hparams.layers[:n_layer], n_skipped=0)
     if n_vocab is not None:
         hparams = replace(hparams, n_vocab=min(n_vocab, hparams.n_vocab))
     has_room = n_layer is not None
-    n_tensors = hparams.n_layer + hparams.n_skipped
+    n_tensors = hparams.n_block + hparams.n_skipped
     standing: Any = StandInFile(file, n_tensors, n_vocab, has_room=has_room)
     return StandIn(hparams, architecture, read_weights(standing, hparams, architecture))

@@ -28,7 +28,7 @@ def messages(*lengths: int) -> list[int]:
     return ids
 
 
-@pytest.fixture(params=["lfm2", "qwen35", "granitehybrid"])
+@pytest.fixture(params=["lfm2", "qwen35", "granitehybrid", "nemotron_h_moe", "falcon-h1"])
 def sequence(request, tiny_model):
     sequence = open_tiny(tiny_model, "full", shape=LONG_CASES[request.param])
     yield sequence

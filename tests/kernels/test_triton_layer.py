@@ -8,7 +8,7 @@ import torch
 
 from sparsekv_cli.device.prefill import TorchChunkSteps
 from sparsekv_cli.kernels.layer import decode as layer
-from sparsekv_cli.models.hparams import LayerParams
+from sparsekv_cli.models.layers.layer_params import LayerParams
 
 EPS = 1e-5
 

@@ -96,7 +96,7 @@ SMALL_STEPS = {"window.N_SPARE": 8, "window.window_rows": lambda n: n + 24, "sta
         if runs_on(name, LONG_CASES[case])
         and (
             (i + j) % 11 == 0
-            or case in ("qwen35", "lfm2", "granitehybrid", "gemma3", "gemma4", "gpt-oss")
+            or case in ("qwen35", "lfm2", "falcon-h1", "nemotron_h", "gemma3", "gemma4", "gpt-oss")
             or case == "deepseek2"
         )
     ],

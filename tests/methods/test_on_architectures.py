@@ -27,7 +27,7 @@ SPARSE = [name for name in METHODS if name != "full"]
 OWN_ATTENTION = (
     "smollm3", "phi3", "mistral3", "granitemoe", "granite_without_rope", "gemma3", "gemma4",
     "gpt-oss", "qwen35", "glm4", "minimax-m2", "olmo2_with_windows", "granitehybrid_with_experts",
-    "deepseek2_with_groups",
+    "deepseek2_with_groups", "nemotron_h", "falcon-h1",
 )  # fmt: skip
 # The windows of exaone4 need 64 layers, which takes too long. Its full layers are not rotated.
 LONGEST = ("exaone4_with_windows",)

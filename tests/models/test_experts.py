@@ -82,7 +82,7 @@ def test_broken_experts_are_refused_in_one_line(name, to, change, found, tmp_pat
 @pytest.mark.parametrize(
     ("arch", "experts", "metadata", "found"),
     [
-        ("qwen3moe", Experts(n=4, n_used=5), {}, "expert_used_count is 5, but expert_count is 4"),
+        ("qwen3moe", Experts(n=4, n_used=5), {}, "expert_used_count is 5; it must be 1 to 4"),
         ("qwen3moe", Experts(n_used=0), {}, "expert_used_count is 0; it must be 1"),
         ("qwen3", Experts(), {}, "expert_count is 8: no experts can be run with this architectur"),
         ("qwen3moe", None, {"expert_gating_func": 2}, "expert_gating_func is 2: such a mixture"),

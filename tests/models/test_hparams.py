@@ -2,6 +2,7 @@
 
 import math
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,8 @@ from sparsekv_cli.generation.conversation import chat_template
 from sparsekv_cli.models.architectures import architecture_of
 from sparsekv_cli.models.gguf.file import open_gguf
 from sparsekv_cli.models.gguf.keys import read_architecture
-from sparsekv_cli.models.hparams import HParams, LayerParams, read_hparams
+from sparsekv_cli.models.hparams import HParams, read_hparams
+from sparsekv_cli.models.layers.layer_params import LayerParams
 from sparsekv_cli.models.rope import RopeParams
 
 BASE = {
@@ -58,13 +60,17 @@ def failure(folder: Path, without: str = "", /, **changes: bytes) -> str:
     return message
 
 
+def three(layer: LayerParams) -> tuple[LayerParams, ...]:
+    return tuple(replace(layer, block=i, ffn_block=i) for i in range(3))
+
+
 def test_defaults(tmp_path):
     hparams = read(tmp_path)
     assert hparams == HParams(
         architecture="llama",
         n_ctx_train=4096,
         n_embd=64,
-        layers=(LayerParams(4, 4, head_dim=16, value_dim=16, n_rot=16, n_ff=128),) * 3,
+        layers=three(LayerParams(4, 4, head_dim=16, value_dim=16, n_rot=16, n_ff=128)),
         norm_eps=struct.unpack("<f", struct.pack("<f", 1e-5))[0],
         rope=RopeParams(n_ctx_original=4096),
         n_vocab=1000,
@@ -85,7 +91,7 @@ def test_stated_values(tmp_path):
         experts=uint32("llama.expert_count", 0),
     )
     layer = LayerParams(4, 2, head_dim=32, value_dim=24, n_rot=8, n_ff=128)
-    assert hparams.layers == (layer,) * 3
+    assert hparams.layers == three(layer)
     assert hparams.rope.freq_base == 500000.0
 
 

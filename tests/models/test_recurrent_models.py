@@ -8,6 +8,7 @@ from opened import open_sequence
 from reference_records import LONG_CASES
 from tiny_architectures import TRAITS
 from tiny_models import make_model
+from tiny_recurrent import Mamba2
 from tiny_sequences import tokens
 
 from sparsekv_cli.errors import SparseKVError
@@ -36,6 +37,17 @@ def test_blocks_that_predict_further_tokens_are_not_run(arch, tmp_path):
             open_sequence(longer, Full(), SessionConfig(speculate="mtp"))
 
 
+def test_the_block_of_a_nemotron_that_predicts_further_tokens_is_not_run(tmp_path):
+    shape = LONG_CASES["nemotron_h_moe"]
+    plain = make_model(tmp_path / "plain.gguf", **shape)
+    longer = make_model(
+        tmp_path / "mtp.gguf",
+        **{**shape, "n_layer": 8, "recurrent": Mamba2(pattern="M-M*-M-+")},
+        metadata={"nemotron_h_moe.nextn_predict_layers": 1},
+    )
+    np.testing.assert_array_equal(logits(plain), logits(longer))
+
+
 @pytest.mark.parametrize(
     ("arch", "metadata", "said"),
     [
@@ -50,6 +62,19 @@ def test_blocks_that_predict_further_tokens_are_not_run(arch, tmp_path):
         ("granitehybrid", {"granitehybrid.ssm.group_count": 3}, "no multiple of group_count = 3"),
         ("granitehybrid", {"granitehybrid.ssm.conv_kernel": 3}, "ssm_conv1d.weight is 416 x 4"),
         ("granitehybrid", {"granitehybrid.ssm.group_count": 1}, "ssm_in.weight is 680 x 128, but"),
+        ("falcon-h1", {"falcon-h1.ssm.inner_size": 2056}, "inner_size is 2056; each of 8 heads"),
+        (
+            "nemotron_h",
+            {"nemotron_h.feed_forward_length": [9, 9, 0, 0, 9, 0, 9]},
+            "makes block 0 a",
+        ),
+        (
+            "nemotron_h",
+            {"nemotron_h.feed_forward_length": [0, 9, 9, 0, 9, 0, 9]},
+            "makes block 2 a",
+        ),
+        ("nemotron_h_moe", {"nemotron_h_moe.moe_latent_size": 64}, "moe_latent_size is 64: such a"),
+        ("nemotron_h_moe", {"nemotron_h_moe.expert_gating_func": 1}, "expert_gating_func is 1"),
         ("lfm2", {"lfm2.shortconv.l_cache": 2}, "shortconv.conv.weight is 128 x 3"),
         ("lfm2moe", {"lfm2moe.expert_gating_func": 1}, "expert_gating_func is 1"),
         ("glm4moe", {"glm4moe.expert_gating_func": 1}, "expert_gating_func is 1"),
@@ -81,6 +106,9 @@ def test_impossible_sizes_are_refused_by_name(arch, metadata, said, tmp_path):
         ("olmo2", "attn_k_norm.weight", "is missing"),
         ("seed_oss", "post_attention_norm.weight", "is missing"),
         ("qwen3next", "attn_q_norm.weight", "is missing"),
+        ("nemotron_h", "ffn_up.weight", "is missing"),
+        ("nemotron_h_moe", "exp_probs_b.bias", "is missing"),
+        ("falcon-h1", "ffn_norm", "is missing"),
         *(("granitehybrid", f"ssm_{name}", "is missing") for name in ("in.weight", "dt.bias")),
     ],
 )
@@ -110,7 +138,7 @@ def test_a_small_exaone4_has_no_windows(tmp_path):
     np.testing.assert_array_equal(*map(logits, paths))
 
 
-@pytest.mark.parametrize("arch", ["lfm2", "granitehybrid"])
+@pytest.mark.parametrize("arch", ["lfm2", "granitehybrid", "nemotron_h", "falcon-h1"])
 def test_a_gpu_refuses_them_by_name(arch, tmp_path):
     pytest.importorskip("torch")
     from sparsekv_cli.device.engine import open_device_engine

@@ -28,7 +28,7 @@ CASES = {
     "latent": {"shape": LONG_CASES["deepseek2"], "types": ("q8_0", "q8_0")},
     **{
         name: {"shape": LONG_CASES[name], "dense_layers": "none"}
-        for name in ("qwen35", "granitehybrid")
+        for name in ("qwen35", "nemotron_h", "falcon-h1")
     },
 }
 

@@ -240,7 +240,7 @@ def poison(path: Path) -> None:
 
 
 @pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q4_0"), ("q5_1", "f16")])
-@pytest.mark.parametrize("shape", ["", "gemma4", "qwen35", "granitehybrid"])
+@pytest.mark.parametrize("shape", ["", "gemma4", "qwen35", "falcon-h1"])
 def test_rows_that_are_no_numbers_are_computed_again(shape, types, sequence_of, tmp_path):
     """They are told as what they are: the weights are not damaged."""
     options = {"types": types}
@@ -266,6 +266,7 @@ def test_rows_that_are_no_numbers_are_computed_again(shape, types, sequence_of, 
     [
         *(("gemma4", "full"), ("gemma4", "snapkv"), ("qwen35", "full"), ("qwen3next", "quest")),
         *(("olmo2_with_windows", "full"), ("granitehybrid", "quest")),
+        *(("nemotron_h_moe", "full"), ("falcon-h1", "lfps")),
     ],
 )
 def test_windows_and_states_go_on_where_a_block_ends(arch, name, sequence_of, tmp_path):

@@ -29,7 +29,7 @@ FILES = files_of(
 )  # fmt: skip
 SHARE = 101  # without --all one place of so many is tried
 # Windows, states, rows that layers share, rows that are key and value at once.
-ARCHITECTURES = ("gemma3", "qwen35", "lfm2", "granitehybrid", "gemma4", "deepseek2")
+ARCHITECTURES = ("gemma3", "qwen35", "lfm2", "granitehybrid", "falcon-h1", "gemma4", "deepseek2")
 
 
 class Call(NamedTuple):

@@ -72,7 +72,7 @@ def test_every_method(name, layer, sequence_of, monkeypatch):
 
 @pytest.mark.parametrize("layer", [0, 3])
 @pytest.mark.parametrize(
-    "case", ["gemma3", "qwen35", "lfm2", "granitehybrid", "gemma4", "deepseek2"]
+    "case", ["gemma3", "qwen35", "lfm2", "nemotron_h", "falcon-h1", "gemma4", "deepseek2"]
 )
 def test_windows_states_and_shared_rows(case, layer, sequence_of, monkeypatch):
     model = sequence_of("full", shape={**LONG_CASES[case], "n_ctx": 420}).model

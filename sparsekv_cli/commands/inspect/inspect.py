@@ -27,7 +27,7 @@ from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from sparsekv_cli.models.gguf.file import GGUFFile
-    from sparsekv_cli.models.hparams import LayerParams
+    from sparsekv_cli.models.layers.layer_params import LayerParams
 
 CONTEXT = 32768  # tokens for which the memory of K and V is shown
 SPECIAL_ID_SUFFIX = "_token_id"

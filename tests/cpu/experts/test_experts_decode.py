@@ -17,7 +17,7 @@ from sparsekv_cli.cpu.vector.views import view
 from sparsekv_cli.cpu.weights import dot, integer, interleaved
 from sparsekv_cli.models.experts import ExpertSteps, expert_matrices
 from sparsekv_cli.models.gguf.linear import GatedWeights, Linear
-from sparsekv_cli.models.hparams import ExpertParams
+from sparsekv_cli.models.layers.expert_params import ExpertParams
 from sparsekv_cli.models.layers.expert_weights import ExpertNorms, ExpertWeights
 
 N_EMBD, N_EXPERT, N_USED, SCALE = 96, 6, 3, 0.25
