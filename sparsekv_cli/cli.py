@@ -23,7 +23,7 @@ from sparsekv_cli import __version__
 from sparsekv_cli.commands.completion import answer_shell
 from sparsekv_cli.commands.options.elsewhere import unknown_option
 from sparsekv_cli.commands.options.habits import translated
-from sparsekv_cli.commands.options.model import Invocation, verbose_option
+from sparsekv_cli.commands.options.verbose import Invocation, verbose_option
 from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.settings.option import did_you_mean

@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from sparsekv_cli.commands.options.model import verbose_option
 from sparsekv_cli.commands.options.prefix import DIRECTORY_OPTION
+from sparsekv_cli.commands.options.verbose import verbose_option
 from sparsekv_cli.commands.shared.tables import print_table
 from sparsekv_cli.commands.shared.terminal import in_singular, one_line, say, write_json, write_text
 from sparsekv_cli.errors import SparseKVError

@@ -23,10 +23,10 @@ from sparsekv_cli.commands.options.model import (
     find_model,
     load_model,
     session_config,
-    verbose_option,
 )
 from sparsekv_cli.commands.options.numbers import WholeRange
 from sparsekv_cli.commands.options.prompt import file_option
+from sparsekv_cli.commands.options.verbose import verbose_option
 from sparsekv_cli.commands.shared.header import model_header
 from sparsekv_cli.commands.shared.progress import CalibrationProgress
 from sparsekv_cli.commands.shared.prompt import read_prompt

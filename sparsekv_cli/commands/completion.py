@@ -5,7 +5,7 @@ import os
 import click
 from click.shell_completion import get_completion_class, shell_complete
 
-from sparsekv_cli.commands.options.model import verbose_option
+from sparsekv_cli.commands.options.verbose import verbose_option
 from sparsekv_cli.commands.shared.terminal import write_text
 
 # the shell sets this variable to ask for completions (click's protocol)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from sparsekv_cli.commands.options.model import verbose_option
+from sparsekv_cli.commands.options.verbose import verbose_option
 from sparsekv_cli.commands.shared.tables import print_pairs, print_table, size
 from sparsekv_cli.commands.shared.terminal import write_json, write_text
 

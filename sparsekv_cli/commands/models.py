@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsekv_cli.commands.options.model import verbose_option
+from sparsekv_cli.commands.options.verbose import verbose_option
 from sparsekv_cli.commands.shared.tables import count, print_table, size
 from sparsekv_cli.commands.shared.terminal import one_line, say, write_json, write_text
 from sparsekv_cli.errors import SparseKVError

@@ -7,8 +7,9 @@ from pathlib import Path
 import click
 
 from sparsekv_cli.commands.options.help_page import ModelCommand
-from sparsekv_cli.commands.options.model import MODEL_OPTION, find_model, verbose_option
+from sparsekv_cli.commands.options.model import MODEL_OPTION, find_model
 from sparsekv_cli.commands.options.prompt import file_option
+from sparsekv_cli.commands.options.verbose import verbose_option
 from sparsekv_cli.commands.shared.prompt import check_utf8, decode_file, read_stdin
 from sparsekv_cli.commands.shared.tables import print_table
 from sparsekv_cli.commands.shared.terminal import write_text

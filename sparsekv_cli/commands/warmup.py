@@ -14,8 +14,8 @@ from sparsekv_cli.commands.options.model import (
     MODEL_OPTION,
     build_method,
     find_model,
-    verbose_option,
 )
+from sparsekv_cli.commands.options.verbose import verbose_option
 from sparsekv_cli.commands.shared.progress import CalibrationProgress, CompileProgress
 from sparsekv_cli.commands.shared.terminal import say
 from sparsekv_cli.errors import SparseKVError

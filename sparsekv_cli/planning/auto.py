@@ -63,6 +63,11 @@ class Losses:
         """Returns the methods that were not measured with their present options."""
         return [each for each in methods if method_key(each) not in self.kld]
 
+    def only(self, methods: Sequence[Method]) -> Losses:
+        """Returns the losses of ``methods``, as far as they are known."""
+        keys = {method_key(each) for each in methods}
+        return replace(self, kld={key: kld for key, kld in self.kld.items() if key in keys})
+
     def oracle(self, max_loss: float) -> str:
         """Returns a sentence if even exact top-k with the largest budget loses too much, else "".
 
@@ -233,8 +238,9 @@ def measure_losses(
     text: CalibrationText,
     n_tokens: int = N_TEXT,
     progress: OnProgress | None = None,
+    known: Losses | None = None,
 ) -> tuple[Losses, Entry]:
-    """Measures the losses of ``methods`` on a text.
+    """Measures the losses of ``methods`` on a text. known: losses that the result has too.
 
     Each method decodes the text's last tokens, and a passage of the text again. The losses count
     for every context, so the user's context does not limit n_tokens. Raises SparseKVError if the
@@ -254,6 +260,8 @@ def measure_losses(
     _, *rows = compare(model, by_key, prompt, len(following), following, on_step=progress)
     kld = {row.spec: max(0.0, row.kld_mean) for row in rows}
     date, calibrations = datetime.now(UTC).date().isoformat(), model.calibrations.digests(methods)
+    if known is not None:
+        kld, calibrations = {**known.kld, **kld}, {**known.calibrations, **calibrations}
     losses = Losses(cpu_name(), date, kld, calibrations)
     return losses, losses.as_entry(len(ids), text)
 

@@ -102,7 +102,7 @@ def command(
     full = build_method("full", {}, {key: options.named[key] for key in CACHE_TYPES})
     methods, left_out = candidates(options)
     question = None if prompt is None else check_utf8(prompt, "the question given with -p")
-    document, max_loss = read_document(file), options.max_loss
+    document, max_loss = read_document(file), options.allowed_loss
     path = find_model(options.model)
     is_busy = warn_of_load()  # before the model's own work
     compiling = CompileProgress()

@@ -10,7 +10,6 @@ from sparsekv_cli.commands.chat.conversation import ChatSettings, Conversation, 
 from sparsekv_cli.commands.options.help_page import GroupedCommand
 from sparsekv_cli.commands.options.method_choice import choose_method
 from sparsekv_cli.commands.options.model import (
-    Invocation,
     ModelOptions,
     gathered,
     model_options,
@@ -20,6 +19,7 @@ from sparsekv_cli.commands.options.numbers import WholeRange
 from sparsekv_cli.commands.options.prefix import PrefixOptions, open_prompt_rows, prefix_options
 from sparsekv_cli.commands.options.prompt import parse_special_option, think_option
 from sparsekv_cli.commands.options.sampling import check_think_budget, sampling_options, stop_option
+from sparsekv_cli.commands.options.verbose import Invocation
 from sparsekv_cli.commands.shared.prompt import check_utf8
 from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError

@@ -4,7 +4,7 @@ import click
 
 from sparsekv_cli.commands.eval.chunks import kld, perplexity
 from sparsekv_cli.commands.eval.ruler import ruler
-from sparsekv_cli.commands.options.model import verbose_option
+from sparsekv_cli.commands.options.verbose import verbose_option
 
 
 @click.group()

@@ -19,8 +19,8 @@ from sparsekv_cli.commands.options.model import (
     apply_options,
     find_model,
     session_config,
-    verbose_option,
 )
+from sparsekv_cli.commands.options.verbose import verbose_option
 from sparsekv_cli.commands.shared.tables import count, print_pairs, print_table, size
 from sparsekv_cli.commands.shared.terminal import write_json
 from sparsekv_cli.errors import SparseKVError, UnsupportedModelError

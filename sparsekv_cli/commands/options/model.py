@@ -13,6 +13,7 @@ import click
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.long_context import warn_of_long_context
 from sparsekv_cli.commands.options.numbers import FiniteRange, WholeRange
+from sparsekv_cli.commands.options.verbose import verbose_option
 from sparsekv_cli.commands.shared.garbage import collecting_no_garbage
 from sparsekv_cli.commands.shared.terminal import explain_faults, say
 from sparsekv_cli.errors import OptionError, SparseKVError
@@ -30,15 +31,9 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+MAX_LOSS = 0.1  # mean KLD, default of ``auto`` and ``advise``
 # Options of methods with a flag of their own.
 NAMED = ("budget", "dense_layers", "cache_type_k", "cache_type_v")
-
-
-@dataclass
-class Invocation:
-    """Settings of one command line for the whole process (click's context object)."""
-
-    verbose: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,30 +46,18 @@ class ModelOptions:
     method: str = "full"
     method_options: Mapping[str, str] = field(default_factory=dict)
     named: Mapping[str, str | None] = field(default_factory=dict)  # name in NAMED -> its text
-    max_loss: float = 0.0
-    choice: Mapping[str, Any] | None = None  # of ``auto``, with its reasons (planning/auto.py)
+    max_loss: float | None = None
+    # of ``auto`` or --max-loss, with its reasons (planning/auto.py, planning/budgets.py)
+    choice: Mapping[str, Any] | None = None
 
     @property
     def is_auto(self) -> bool:
         return self.method == "auto"
 
-
-def verbose_option(function: Function) -> Function:
-    """Adds ``-v``, for tracebacks and more on stderr. It works before and after the command."""
-
-    def remember(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
-        if value:
-            context.ensure_object(Invocation).verbose = True
-
-    return click.option(
-        "-v",
-        "--verbose",
-        is_flag=True,
-        expose_value=False,
-        is_eager=True,
-        callback=remember,
-        help="Say more on stderr; show the traceback of an error.",
-    )(function)
+    @property
+    def allowed_loss(self) -> float:
+        """The most that ``auto`` and ``advise`` allow."""
+        return MAX_LOSS if self.max_loss is None else self.max_loss
 
 
 def _key_values(
@@ -216,7 +199,8 @@ METHOD_OPTION = click.option(
 
 MAX_LOSS_OPTION = click.option(
     "--max-loss", metavar="KLD", type=FiniteRange(min=0),
-    help="Most that --method auto may lose: mean KLD to dense attention. [default: 0.1]",
+    help="Most that --method auto may lose: mean KLD to dense attention. With another sparse "
+    f"method: the smallest budget that loses no more. [default: {MAX_LOSS} for auto]",
 )  # fmt: skip
 
 
@@ -254,8 +238,11 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
     seed, sparse_from = values.pop("seed", -1), values.pop("sparse_from", 0)
     settings = {name: values.pop(name) for name in set(values) & SESSION}
     max_loss, context = values.pop("max_loss", None), click.get_current_context(silent=True)
-    if max_loss is not None and "auto" not in values.get("methods", values.get("method", "auto")):
-        raise click.UsageError(f"--max-loss {max_loss:g} needs --method auto", context)
+    if max_loss is not None and (
+        "auto" not in values["methods"] if "methods" in values else values.get("method") == "full"
+    ):
+        method = "--method auto" + " or a sparse method" * ("methods" not in values)
+        raise click.UsageError(f"--max-loss {max_loss:g} needs {method}", context)
     if settings.get("chat_template"):
         from sparsekv_cli.models.chat.named import named_template  # which imports jinja2
 
@@ -269,7 +256,7 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
         method=values.pop("method", "full"),
         method_options=values.pop("method_options"),
         named={name: values.pop(name) for name in NAMED},
-        max_loss=0.1 if max_loss is None else max_loss,
+        max_loss=max_loss,
     )
 
 
@@ -348,7 +335,18 @@ def method_of(options: ModelOptions) -> Method:
         method = build_method(name, options.method_options, options.named)
     if not options.is_auto:
         check_sparse_from(options.config, [method])
+        _check_max_loss(options, method)
     return method
+
+
+def _check_max_loss(options: ModelOptions, method: Method) -> None:
+    """Raises click.UsageError for ``--max-loss`` if there is no budget to choose."""
+    if options.max_loss is None or options.choice is not None:
+        return
+    if "budget" in options.method_options or options.named.get("budget"):
+        raise click.UsageError(
+            f"--max-loss {options.max_loss:g} chooses the budget: leave out the one that is given"
+        )
 
 
 def prepare_methods(

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsekv_cli.commands.options.model import Invocation, gathered
+from sparsekv_cli.commands.options.model import gathered
 from sparsekv_cli.commands.options.numbers import FiniteRange, Percent
+from sparsekv_cli.commands.options.verbose import Invocation
 from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.settings.option import TRUTH

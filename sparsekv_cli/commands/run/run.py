@@ -18,7 +18,6 @@ from sparsekv_cli.commands.options.completers import files
 from sparsekv_cli.commands.options.help_page import GroupedCommand
 from sparsekv_cli.commands.options.method_choice import choose_method
 from sparsekv_cli.commands.options.model import (
-    Invocation,
     ModelOptions,
     build_method,
     gathered,
@@ -34,6 +33,7 @@ from sparsekv_cli.commands.options.prompt import (
     think_option,
 )
 from sparsekv_cli.commands.options.sampling import check_think_budget, sampling_options, stop_option
+from sparsekv_cli.commands.options.verbose import Invocation
 from sparsekv_cli.commands.run.task import Task, gather_task
 from sparsekv_cli.commands.shared.answer import (
     PrefillInterrupted,
