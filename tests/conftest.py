@@ -193,7 +193,7 @@ def share_types(block: Any, tensor: Any) -> None:
 
 
 INTERPRETED = tuple(f"{Path(__file__).parent / folder}/" for folder in ("device", "kernels"))
-SLOW_SHARE = 8
+SLOW_SHARE = 12
 LONG_TESTS = (Path(__file__).parent / "data/long_tests.toml").read_text("utf-8")
 LONG = {name: frozenset(tests) for name, tests in tomllib.loads(LONG_TESTS).items()}
 # Files that take a minute each go first, or one process would be left with the last of them.
@@ -266,7 +266,7 @@ def is_in_share(item: pytest.Item, n_of: Counter[str], places: Counter[str]) -> 
     place = places[function]
     places[function] += 1
     is_slow = item.get_closest_marker("slow") and not item.get_closest_marker("unsampled")
-    if not is_slow and function not in LONG["one_in_eight"]:
+    if not is_slow and function not in LONG["one_in_twelve"]:
         return True
     first = zlib.crc32(function.encode()) % min(SLOW_SHARE, n_of[function])
     return place % SLOW_SHARE == first
