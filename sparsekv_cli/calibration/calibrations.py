@@ -90,7 +90,7 @@ def layer_products(file: GGUFFile, hparams: HParams) -> float:
         default=1.0,
     )
     return sum(
-        info.n_elements * (share if len(info.shape) > 2 else 1.0)
+        info.n_elements * (share if "_exps." in name else 1.0)
         for name, info in file.tensors.items()
         if name.startswith("blk.")
     )

@@ -12,8 +12,8 @@ import numpy as np
 
 from sparsekv_cli.cache.kinds import reserve
 from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.row_sizes import layer_bytes
 from sparsekv_cli.cache.spec import FULL, AttnInput
-from sparsekv_cli.cache.store import padded
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.sequence import Attention, Sequence
@@ -134,11 +134,8 @@ def batches(
 
     n_rows: rows of a sequence. most_bytes: None for any number.
     """
-    row_bytes = sum(
-        2 * (padded(layer.head_dim) + padded(layer.value_dim)) * layer.n_head_kv
-        for layer in model.hparams.layers
-        if layer.kind == FULL
-    )
+    full = (layer for layer in model.hparams.layers if layer.kind == FULL)
+    row_bytes = sum(layer_bytes(layer, "f16", "f16") for layer in full)
     size = len(methods)
     if most_bytes is not None:
         size = max(1, most_bytes // max(1, row_bytes * n_rows) - 1)
