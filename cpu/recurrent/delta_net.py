@@ -23,7 +23,6 @@ from sparsekv_cli.cpu.recurrent.convolution import convolution_ref
 from sparsekv_cli.cpu.recurrent.groups import (
     GROUP,
     N_FACTORS,
-    NO_BIAS,
     ROW,
     STRETCH,
     convolved_head,
@@ -139,17 +138,17 @@ def delta_net(raw, gates, weight, dt, a, norm, eps, grouped, rows, states, out, 
             for start in range(0, n_rows, STRETCH):
                 n = min(STRETCH, n_rows - start)
                 at = key_head * d_k
-                convolved_head(raw, start, at, d_k, weight, NO_BIAS, rows, recent, q[:n])
+                convolved_head(raw, start, at, d_k, weight, rows, recent, q[:n])
                 _unit(q, n, d_k, eps, one / np.sqrt(np.float32(d_k)))
                 at += n_k * d_k
-                convolved_head(raw, start, at, d_k, weight, NO_BIAS, rows, recent, k[:n])
+                convolved_head(raw, start, at, d_k, weight, rows, recent, k[:n])
                 _unit(k, n, d_k, eps, one)
                 dots_of_groups(n, q, k, d_k, dots[0])
                 dots_of_groups(n, k, k, d_k, dots[1])
                 for j in range(n_v // n_k):
                     h = key_head * (n_v // n_k) + j if grouped else key_head + j * n_k
                     at = 2 * n_k * d_k + h * d_v
-                    convolved_head(raw, start, at, d_v, weight, NO_BIAS, rows, recent, v[:n])
+                    convolved_head(raw, start, at, d_v, weight, rows, recent, v[:n])
                     for t in range(n):
                         log_decay[t] = a[h] * softplus(widen(gates[start + t, n_v + h]) + dt[h])
                         y = widen(gates[start + t, h])

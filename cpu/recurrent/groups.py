@@ -32,7 +32,6 @@ STRETCH = 64  # rows for which the steps of a head are run at a time
 # Rows of a group. A row has two sums and a correction; AVX-512's 32 registers hold those of eight.
 GROUP = 8 if llvm.has_feature("avx512f") else 2
 N_FACTORS = 3 * GROUP + 2 * GROUP**2
-NO_BIAS = np.empty(0, np.float32)
 
 
 def _group_codegen(n: int, corrects: bool) -> Any:
@@ -199,12 +198,12 @@ def run_groups(n, log_decay, beta, q, k, v, out, dots, state, factors, corrects)
 
 
 @njit(cache=True, nogil=True)
-def convolved_head(raw, start, first, d, weight, bias, rows, recent, out):
-    """Writes silu(conv(raw) + bias) of one head's d channels, from ``first`` on, to out (n, ROW).
+def convolved_head(raw, start, first, d, weight, rows, recent, out):
+    """Writes silu(conv(raw)) of one head's d channels, from ``first`` on, to out (n, ROW).
 
-    It takes n rows of raw (T, channels) from row ``start`` on. bias f32 (channels,) or empty. rows
-    f32 (L - 1, channels): the rows before row ``start``; set to the last rows. Scratch: recent f32
-    (>= L - 1 + n, ROW).
+    It takes n rows of raw (T, channels) from row ``start`` on. rows f32 (L - 1,
+    channels): the rows before row ``start``; set to the last rows. Scratch: recent f32 (>= L - 1 +
+    n, ROW).
     """
     n_rows = out.shape[0]
     before, last = rows.shape[0], first + d
@@ -223,9 +222,6 @@ def convolved_head(raw, start, first, d, weight, bias, rows, recent, out):
             row, factor = recent[t + j], weight[j, first:last]
             for c in range(d):
                 total[c] += factor[c] * row[c]
-        if bias.shape[0]:
-            for c in range(d):
-                total[c] += bias[first + c]
     for j in range(before):
         for c in range(d):
             rows[j, first + c] = recent[n_rows + j, c]

@@ -14,7 +14,7 @@ from numba import prange
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import sum_squares
+from sparsekv_cli.cpu.jit.llvm import LANES, sum_squares
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.activation import SILU, gate_lanes
 from sparsekv_cli.cpu.layer.prefill import rounded, widen
@@ -24,7 +24,6 @@ from sparsekv_cli.cpu.recurrent.groups import (
     N_FACTORS,
     ROW,
     STRETCH,
-    convolved_head,
     dots_of_groups,
     run_groups,
     softplus,
@@ -71,33 +70,70 @@ def mamba2_ref(
 
 
 @njit(cache=True, nogil=True)
-def _gate_head(v, o, z, skip, gate, out):
-    """out f32 (n, d_v) = silu(z) (o + skip v), for n rows of a head.
+def _convolve(mixed, weight, bias, rows, first, last, recent, out):
+    """out[:, first:last] = silu(conv(mixed) + bias) for n rows. It also sets channels up to 16 k.
 
-    v, o f32 (>= n, ROW), of which o is overwritten. z (n, d_v): f32 or bf16. Scratch: gate (ROW,).
+    mixed (n, channels): f32 or bf16. rows f32 (L - 1, channels): the rows before; set to the last
+    rows. out f32 (n, >= last rounded up to 16). Scratch: recent f32 (L + 1, >= last - first rounded
+    up to 16), a ring in which row t is at t % L, and a row for ones.
     """
-    d = out.shape[1]
-    for t in range(out.shape[0]):
-        values, sums, gates, to = v[t], o[t], z[t], out[t]
-        for c in range(d):
-            sums[c] += skip * values[c]
-            gate[c] = widen(gates[c])
-        gate_lanes(v, SILU, gate.ctypes.data, sums.ctypes.data, sums.ctypes.data, d)
-        for c in range(d):
-            to[c] = sums[c]
+    n_rows, before, width = out.shape[0], rows.shape[0], last - first
+    length, ones = before + 1, recent[before + 1]
+    ones[:] = 1
+    for j in range(before):
+        for c in range(width):
+            recent[j, c] = rows[j, first + c]
+    for t in range(n_rows):
+        new, source, total = recent[(t + before) % length], mixed[t, first:last], out[t, first:]
+        factor, start = weight[before, first:last], bias[first:last]
+        for c in range(width):
+            new[c] = widen(source[c])
+            total[c] = start[c] + factor[c] * new[c]
+        for j in range(before):
+            row, factor = recent[(t + j) % length], weight[j, first:last]
+            for c in range(width):
+                total[c] += factor[c] * row[c]
+        at = total.ctypes.data
+        gate_lanes(out, SILU, at, ones.ctypes.data, at, width)
+    for j in range(before):
+        row = recent[(n_rows + j) % length]
+        for c in range(width):
+            rows[j, first + c] = row[c]
 
 
 @njit(cache=True, nogil=True)
-def _norm_row(x, norm, eps, n_group, out):
-    """out (n,) = x f32 (n,), each of n_group parts with an RMS norm; no norms if it is empty."""
-    size = x.shape[0] // n_group
-    for g in range(n_group):
-        first, last, factor = g * size, (g + 1) * size, np.float32(1)
-        if norm.shape[0]:
-            factor /= np.sqrt(sum_squares(x[first:last]) / np.float32(size) + eps)
-        for c in range(first, last):
-            scaled = x[c] * factor
-            out[c] = rounded(out, scaled * norm[c] if norm.shape[0] else scaled)
+def _finish_row(sums, x, z, skip, norm, eps, n_group, gate, out):
+    """out (n,) = norm(silu(z) (sums + D x)); each of n_group parts has its RMS norm, if any.
+
+    sums f32 (n rounded up to 16,), which is overwritten; x f32 (>= n,); z (n,). skip f32 (H,): D.
+    Scratch: gate f32 (n rounded up to 16,).
+    """
+    n, d_v = out.shape[0], out.shape[0] // skip.shape[0]
+    for h in range(skip.shape[0]):
+        of_head, values, factor = sums[h * d_v :], x[h * d_v :], skip[h]
+        for c in range(d_v):
+            of_head[c] += factor * values[c]
+    for c in range(n):
+        gate[c] = widen(z[c])
+    at = sums.ctypes.data
+    gate_lanes(sums, SILU, gate.ctypes.data, at, at, n)
+    size = n // n_group
+    for g in range(n_group if norm.shape[0] else 0):
+        part, weight = sums[g * size : (g + 1) * size], norm[g * size : (g + 1) * size]
+        factor = np.float32(1) / np.sqrt(sum_squares(part) / np.float32(size) + eps)
+        for c in range(size):
+            part[c] *= factor * weight[c]
+    for c in range(n):
+        out[c] = rounded(out, sums[c])
+
+
+@njit(cache=True, nogil=True)
+def _copy_head(source, d, out):
+    """Copies source f32 (n, >= d) to out (>= n, ROW)."""
+    for t in range(source.shape[0]):
+        row, to = source[t], out[t]
+        for c in range(d):
+            to[c] = row[c]
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
@@ -111,44 +147,53 @@ def mamba2(raw, weight, bias, heads, norm, eps, rows, states, out, n_threads):
     """
     n_rows, n_out = out.shape
     n_head, d_k, n_mixed = states.shape[0], states.shape[2], weight.shape[1]
-    d_v, n_group = n_out // n_head, (n_mixed - n_out) // (2 * d_k)
-    before, most = rows.shape[0], min(STRETCH, n_rows)
-    mixed = raw[:, n_out : n_out + n_mixed]
+    d_v, n_group, most = n_out // n_head, (n_mixed - n_out) // (2 * d_k), min(STRETCH, n_rows)
+    n_blocks = (n_mixed + LANES - 1) // LANES  # of channels
     shared = np.zeros((2 * n_group, most, ROW), np.float32)  # B of each group, then C
     dots = np.empty((n_group, 2, most, GROUP**2), np.float32)
-    gated = np.empty((most, n_out), np.float32)
-    recent = np.zeros((n_threads, before + most, ROW), np.float32)
+    mixed = np.empty((most, n_blocks * LANES), np.float32)
+    sums = np.empty((most, n_out + LANES), np.float32)
+    recent = np.empty((n_threads, weight.shape[0] + 1, n_blocks * LANES), np.float32)
     values = np.zeros((n_threads, 2, most, ROW), np.float32)
     factors = np.zeros((n_threads, N_FACTORS), np.float32)
     steps = np.empty((n_threads, 2, most), np.float32)  # A dt and dt
     for start in range(0, n_rows, STRETCH):
         n = min(STRETCH, n_rows - start)
+        given = raw[start : start + n]
         for part in prange(n_threads):
-            for j in range(part * 2 * n_group // n_threads, (part + 1) * 2 * n_group // n_threads):
-                convolved_head(
-                    mixed, start, n_out + j * d_k, d_k, weight, bias, rows, recent[part],
-                    shared[j, :n],
-                )  # fmt: skip
+            first = part * n_blocks // n_threads * LANES
+            last = min((part + 1) * n_blocks // n_threads * LANES, n_mixed)
+            _convolve(
+                given[:, n_out : n_out + n_mixed], weight, bias, rows, first, last,
+                recent[part], mixed[:n],
+            )  # fmt: skip
         for part in prange(n_threads):
             for g in range(part * n_group // n_threads, (part + 1) * n_group // n_threads):
+                for j in (g, n_group + g):
+                    _copy_head(mixed[:n, n_out + j * d_k :], d_k, shared[j])
                 dots_of_groups(n, shared[n_group + g], shared[g], d_k, dots[g, 0])
         for part in prange(n_threads):
             v, o = values[part]
             log_decay, dt = steps[part]
             for h in range(part * n_head // n_threads, (part + 1) * n_head // n_threads):
                 g, at = h // (n_head // n_group), h * d_v
-                convolved_head(mixed, start, at, d_v, weight, bias, rows, recent[part], v[:n])
+                _copy_head(mixed[:n, at:], d_v, v)
                 for t in range(n):
-                    dt[t] = softplus(widen(raw[start + t, n_out + n_mixed + h]) + heads[0, h])
+                    dt[t] = softplus(widen(given[t, n_out + n_mixed + h]) + heads[0, h])
                     log_decay[t] = heads[1, h] * dt[t]
                 run_groups(
                     n, log_decay, dt, shared[n_group + g], shared[g], v, o, dots[g], states[h],
                     factors[part], False,
                 )  # fmt: skip
-                z = raw[start : start + n, at : at + d_v]
-                _gate_head(v, o, z, heads[2, h], recent[part, 0], gated[:n, at : at + d_v])
+                _copy_head(o[:n], d_v, sums[:, at:])
         for part in prange(n_threads):
             for t in range(part * n // n_threads, (part + 1) * n // n_threads):
-                _norm_row(gated[t], norm, eps, n_group, out[start + t])
+                _finish_row(
+                    sums[t], mixed[t], given[t, :n_out], heads[2], norm, eps, n_group,
+                    recent[part, 0], out[start + t],
+                )  # fmt: skip
     llvm.keep(shared)
     llvm.keep(values)
+    llvm.keep(mixed)
+    llvm.keep(sums)
+    llvm.keep(recent)

@@ -40,7 +40,7 @@ def test_rows_follow_from_the_weights_that_a_row_takes(n_weights, n_used):
 
 
 def plan(n_layer: int, n_trials: int, dense: tuple[int, ...], n_rows: int, has_text: bool) -> Study:
-    specs: Any = [SimpleNamespace(layer=i, source=-1) for i in range(n_layer)]
+    specs: Any = [SimpleNamespace(layer=i, source=-1, shares_input=False) for i in range(n_layer)]
     nothing: Any = None
     run = CalibrationRun(specs, range(4096), nothing, lambda share: None, n_rows)
     layers = [i for i in range(n_layer) if i not in dense for _ in range(n_trials)]
