@@ -24,7 +24,7 @@ def test_a_sample_differs_nowhere(tmp_path, monkeypatch, capsys):
 
 def test_prefills_that_round(monkeypatch, capsys):
     """In bf16 if the CPU has it, and in int8 of a type whose few rows take decode's products."""
-    for seed in ("20261139", "20261142"):
+    for seed in ("20261139", "20261159"):
         assert script.main(["--seed", seed, "--cases", "1", "--show"]) == 0
     told = capsys.readouterr().out
     assert (
