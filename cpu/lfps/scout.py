@@ -38,7 +38,9 @@ ZERO = 8  # the code of 0
 WORD = 8  # directions
 ROWS = 8 if llvm.has_feature("avx512f") else 4  # that are coded at a time, in registers
 PASS = 16  # parts that all queries are scored with before the next ones: they stay in a cache
-MOST = 4.0  # standard deviations of the largest code: clipped codes would hide the best rows
+LARGEST_CODE = (
+    4.0  # standard deviations of the largest code: clipped codes would hide the best rows
+)
 RIDGE = 0.05  # share of the queries' mean variance that is added in every direction
 TINY = 1e-30
 
@@ -121,7 +123,7 @@ def choose_directions(
     """Returns E, D f32 (G, d, count), for which (q D) . (k E) is the nearest to q . k.
 
     queries (G, m, d); covariance (G, d, d) of the keys. E and D are scaled so that the largest code
-    of k E is MOST standard deviations. The queries' moments are C = L L'. U are the leading
+    of k E is LARGEST_CODE standard deviations. The queries' moments are C = L L'. U are the leading
     eigenvectors of L' covariance L. Then E = L U and D = L'^-1 U.
     """
     d = queries.shape[2]
@@ -133,7 +135,7 @@ def choose_directions(
     variances, vectors = np.linalg.eigh(upper @ covariance @ lower)
     best = vectors[..., : -count - 1 : -1]
     deviations = np.sqrt(np.maximum(variances[:, : -count - 1 : -1], 1e-12))[:, None]
-    step = MOST * deviations / (ZERO - 1)
+    step = LARGEST_CODE * deviations / (ZERO - 1)
     encode, decode = lower @ best / step, np.linalg.solve(upper, best) * step
     return encode.astype(np.float32), decode.astype(np.float32)
 

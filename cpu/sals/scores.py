@@ -37,7 +37,7 @@ AHEAD = 4  # pairs of tiles between a load and its prefetch
 ONE_POWER = np.float32(1 << 23)
 BIAS = np.float32(127 << 23)
 MOST_BITS = np.float32(227 << 23)  # 2^100
-MOST = np.float32(69)  # largest exponent of e: a sum over the heads stays finite
+LARGEST_EXPONENT = np.float32(69)  # largest exponent of e: a sum over the heads stays finite
 SCORES, SUM_OF_HEADS, SUMS_BY_HEAD = 0, 1, 2  # kinds of output of ``_score_pair``
 
 
@@ -152,7 +152,7 @@ def capped_weights(words, factors, bias, softcap, latents, at, weights):
         soften(address, byte_scores.PAIR, softcap)
         log_sum = (BIAS - bias[h]) / (LOG2_E * ONE_POWER)
         for j in range(byte_scores.PAIR):
-            weights[h, j] = min(weights[h, j] - log_sum, MOST)
+            weights[h, j] = min(weights[h, j] - log_sum, LARGEST_EXPONENT)
         exp_in_place(address, byte_scores.PAIR, np.float32(0))
 
 

@@ -34,12 +34,12 @@ class StoreContract(ABC):
         return n
 
     @property
-    def n_spared(self) -> int:
+    def spared_bytes(self) -> int:
         """Bytes of the shared prefix that other sequences' caches count.
 
-        If 3 caches share a prefix, each counts a third of its bytes and ``n_spared`` is two thirds.
+        If 3 caches share a prefix, each counts a third of its bytes and spares two thirds.
         """
-        n: int = self.store.n_spared
+        n: int = self.store.spared_bytes
         return n
 
     def reserve(self, n: int) -> None:

@@ -178,7 +178,7 @@ def bytes_to_come(caches: Iterable[LayerCache], n: int) -> int:
     kept, largest = 0, 0
     for cache in caches:
         now = cache.memory()
-        has = now.host + now.device + now.index + cache.n_spared
+        has = now.host + now.device + now.index + cache.spared_bytes
         kept += max(0, cache.held_bytes(n) - has)
         if not cache.can_prefill_in_parts:
             largest = max(largest, LayerCache.held_bytes(cache, n))

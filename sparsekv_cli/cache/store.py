@@ -144,10 +144,10 @@ class KVStore:
     @property
     def nbytes(self) -> int:
         """Bytes of the store's memory. Stores that read one prefix count equal shares of it."""
-        return sum(each.nbytes for each in self.arrays) - self.n_spared
+        return sum(each.nbytes for each in self.arrays) - self.spared_bytes
 
     @property
-    def n_spared(self) -> int:
+    def spared_bytes(self) -> int:
         """Bytes of the prefix that other stores count."""
         if self.prefix is None:
             return 0

@@ -88,7 +88,7 @@ def rows_like(x: torch.Tensor) -> np.ndarray:
 class DeviceStore:
     """K and V of one layer in device memory, f16 (1, G, capacity, d) and (1, G, capacity, d_v)."""
 
-    n_spared = 0  # rows whose memory sequences share: none
+    spared_bytes = 0  # rows whose memory sequences share: none
     can_share_rows = False
 
     def __init__(self, spec: LayerSpec, device: torch.device) -> None:

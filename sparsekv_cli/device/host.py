@@ -247,8 +247,8 @@ class HostCache(LayerCache):
         self.cache.store = store
 
     @property
-    def n_spared(self) -> int:
-        return self.cache.n_spared
+    def spared_bytes(self) -> int:
+        return self.cache.spared_bytes
 
     def save_own(self) -> Any:
         return self.cache.save_own()

@@ -7,7 +7,7 @@ import numpy as np
 from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.sequence import Sequence
 
-MOST = 16  # tokens of a draft
+LONGEST_DRAFT = 16  # tokens of a draft
 LONG = 64  # up to so many new tokens are decoded, more are prefilled
 PIECE = 512  # tokens that one call prefills at most, so that a step does not wait for a long text
 
@@ -45,7 +45,7 @@ class ModelDrafts:
         least_chance = self.least_chance if least_chance is None else least_chance
         self.is_reading = False
         sequence = self.sequence
-        most = min(most, MOST, sequence.n_ctx - len(tokens) - 1)
+        most = min(most, LONGEST_DRAFT, sequence.n_ctx - len(tokens) - 1)
         if most <= 0 or not self._is_known:
             return []
         logits = self._follow([*tokens, last])

@@ -4,7 +4,7 @@ from collections.abc import Sequence as Ids
 
 from sparsekv_cli.models.next_token.rows import NextTokenRows
 
-MOST = 3  # most tokens of a draft; the block is trained for the first one only
+LONGEST_DRAFT = 3  # most tokens of a draft; the block is trained for the first one only
 
 
 class MtpDrafts:
@@ -22,7 +22,7 @@ class MtpDrafts:
 
     def draft(self, tokens: Ids[int], last: int, most: int) -> list[int]:
         """See Drafts."""
-        return self._rows.draft(last, min(most, MOST))
+        return self._rows.draft(last, min(most, LONGEST_DRAFT))
 
     def checked(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
         """Does nothing, because the length of a draft is fixed."""

@@ -50,7 +50,7 @@ from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.settings.option import option
 
 SINKS, RECENT = 10, 50  # paper, section 5.1
-MOST = 1 << 20  # exact rows
+MOST_ROWS = 1 << 20  # exact rows
 LONG = 512  # from so many aged tokens on, one additive basis takes all of them
 AGED_TOGETHER = 8  # tokens of one additive update, which reads and writes all coefficients once
 
@@ -90,8 +90,8 @@ class FAEDKV(Method):
         at_most=256,
         multiple_of=4,
     )
-    sinks: int = option(SINKS, "S: first tokens, kept exact", at_least=0, at_most=MOST)
-    recent: int = option(RECENT, "R: last tokens, kept exact", at_least=1, at_most=MOST)
+    sinks: int = option(SINKS, "S: first tokens, kept exact", at_least=0, at_most=MOST_ROWS)
+    recent: int = option(RECENT, "R: last tokens, kept exact", at_least=1, at_most=MOST_ROWS)
 
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:
         return FAEDKVCache(spec, self)

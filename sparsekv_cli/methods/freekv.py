@@ -63,7 +63,7 @@ from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.settings.option import option
 from sparsekv_cli.system.work import usable_cores
 
-MOST = 1 << 30  # largest value of an option that is a number of rows
+MOST_ROWS = 1 << 30  # largest value of an option that is a number of rows
 
 
 class PagePlan(NamedTuple):
@@ -92,14 +92,17 @@ class FreeKV(Method):
     dense_layers: tuple[int, ...] = option((0,), DENSE_HELP)
     preset: str = option("tuned", "a set of values; -o overrides them", choices=tuple(presets))
     budget: Budget = option(Budget(tokens=512), "B: rows attended a head, with S and W: N or P%")
-    page: int = option(4, "p: rows of a page", at_least=1, at_most=MOST)
+    page: int = option(4, "p: rows of a page", at_least=1, at_most=MOST_ROWS)
     summary: str = option("meanstd", "summary of a page's keys", choices=("meanstd", "minmax"))
     tau: float = option(0.9, "cosine of successive queries below which a kv head is corrected")
     sinks: int = option(
-        16, "S: first rows, always attended (in whole pages; at most B/4)", at_least=0, at_most=MOST
+        16,
+        "S: first rows, always attended (in whole pages; at most B/4)",
+        at_least=0,
+        at_most=MOST_ROWS,
     )
     window: int = option(
-        64, "W: last rows, always attended, at least (at most B/4)", at_least=1, at_most=MOST
+        64, "W: last rows, always attended, at least (at most B/4)", at_least=1, at_most=MOST_ROWS
     )
     groups: bool = option(
         True, "in a long context, score only pages of the best groups of 8 (on the host)"
@@ -107,7 +110,7 @@ class FreeKV(Method):
     speculate: bool = option(True, "choose pages with the query of the step before")
     correct: bool = option(True, "choose again for kv heads whose query has turned away")
     cache_pages: float = option(
-        2.0, "size of the cache of recalled pages, in chosen pages", at_least=1, at_most=MOST
+        2.0, "size of the cache of recalled pages, in chosen pages", at_least=1, at_most=MOST_ROWS
     )
     overlap: str = option(
         "auto", "choose pages on a second thread; auto: if a core is free",

@@ -49,7 +49,7 @@ from sparsekv_cli.settings.option import option
 
 ALL = np.float32(1e30)  # a log-sum-exp so large that other rows get no weight
 NO_HORIZON = 1 << 62
-MOST = 10**9  # largest value of a factor
+LARGEST_FACTOR = 10**9  # largest value of a factor
 PAGES = Quest(page=32, budget=Budget(tokens=1024))  # of dense layers beyond ``pages_from`` rows
 GROUP_ROWS = 8192  # beyond so many rows the heads of a kv group share candidates
 SHARED = 0.855, 2  # added to the factor of ``a`` for each other head; at most 2 heads
@@ -102,12 +102,17 @@ class LFPS(Method):
         2048, "most rows scored a head (a group: twice), at least twice the budget; 0 = no limit",
         at_least=0,
     )  # fmt: skip
-    a: float = option(0.3, "factor of the candidate threshold (eq 8)", above=0, at_most=MOST)
+    a: float = option(
+        0.3, "factor of the candidate threshold (eq 8)", above=0, at_most=LARGEST_FACTOR
+    )
     horizon: int = option(6144, "most entries in the mean of eq 8; 0 = all", at_least=0)
     decay: float = option(0.95, "r: factor of the tables in each step (eq 10)", above=0, below=1)
     window: int = option(32, "s: last prefill queries, which start the tables (eq 4)", at_least=1)
     epsilon: float = option(
-        0.95, "sink share above which a head is bypassed; 1 = never (eq 6)", above=0, at_most=MOST
+        0.95,
+        "sink share above which a head is bypassed; 1 = never (eq 6)",
+        above=0,
+        at_most=LARGEST_FACTOR,
     )
     sigma: str = option(
         "cov", "variance of scores: cov (q' C q) or ratio (of the last query)",

@@ -43,7 +43,7 @@ TEMPORARY_NAME = re.compile(r"\.sparsekv-[a-z0-9_]{8}\.tmp")
 ALIGNMENT = 64
 LENGTHS = struct.Struct("<II")
 MOST_HEADER = 1 << 24  # bytes
-MOST = (1 << 31) - 1  # of every number in a header
+LARGEST_NUMBER = (1 << 31) - 1  # of every number in a header
 Piece = tuple[np.ndarray, np.ndarray]  # K and V, (kv heads, tokens, items of a row)
 
 
@@ -186,8 +186,10 @@ def _header_of(values: Any) -> BlockHeader:
 
 
 def _are_counts(values: Any) -> bool:
-    """Returns whether a value is a list of whole numbers from 0 to MOST."""
-    return isinstance(values, list) and all(type(n) is int and 0 <= n <= MOST for n in values)
+    """Returns whether a value is a list of whole numbers from 0 to LARGEST_NUMBER."""
+    return isinstance(values, list) and all(
+        type(n) is int and 0 <= n <= LARGEST_NUMBER for n in values
+    )
 
 
 def read_piece(file: FileIO, header: BlockHeader, layer: int, piece: Piece) -> None:

@@ -16,7 +16,7 @@ CHARACTERS = 20  # that are shown on each side
 WINDOW = 48  # tokens on each side that are read for that
 RUN = 8  # tokens; runs of so many tokens are looked for in the new prompt
 LEAST_AGAIN = 64  # tokens; the least that are computed again and were known
-MOST = 16384  # tokens behind the place that are compared
+COMPARED_TOKENS = 16384  # tokens behind the place that are compared
 MOST_CONTROLS = 8  # control tokens ahead of the place that may begin a message
 
 CLOCK, NUMBER = "a clock", "a number that changes"
@@ -89,7 +89,7 @@ def difference(kept: Sequence[int], ids: Sequence[int]) -> Difference | None:
     at = n_common(kept, ids)
     if min(len(kept), len(ids)) - at < LEAST_AGAIN:
         return None
-    rest, now = kept[at : at + MOST], ids[at : at + MOST]
+    rest, now = kept[at : at + COMPARED_TOKENS], ids[at : at + COMPARED_TOKENS]
     runs = {tuple(now[i : i + RUN]) for i in range(len(now) - RUN + 1)}
     n_again = RUN * sum(tuple(rest[i : i + RUN]) in runs for i in range(0, len(rest), RUN))
     if n_again < max(LEAST_AGAIN, len(rest) // 4):

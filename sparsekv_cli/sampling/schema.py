@@ -20,7 +20,7 @@ DEFINITIONS = ("$defs", "definitions")
 KEPT = (*DEFINITIONS, "$schema", "$id", "x-guidance")  # keywords that belong to a whole schema
 # Keywords that do not limit an object. A schema with these only is no part.
 NOTES = ("title", "description", "default", "examples", "example", "deprecated", "readOnly")
-MOST = 50_000  # most schemas within a schema; a reference counts its target each time
+MOST_SCHEMAS = 50_000  # most schemas within a schema; a reference counts its target each time
 
 
 class _NotClosedError(Exception):
@@ -45,7 +45,7 @@ class _Closer:
     """Closes the objects of one schema. named: name in $defs -> object that contains itself."""
 
     def __init__(self, root: Any) -> None:
-        self._root, self._n_left = root, MOST
+        self._root, self._n_left = root, MOST_SCHEMAS
         # JSON of each object that is being closed -> the name it needs, or None
         self._begun: dict[str, str | None] = {}
         self.named: dict[str, Any] = {}

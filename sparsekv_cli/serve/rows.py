@@ -204,7 +204,7 @@ def replaces(new: Sequence, old: Sequence) -> bool:
 
 def held_together(sequences: Iterable[tuple[int, Sequence]]) -> int:
     """Returns the bytes of the sequences. Shared bytes count once."""
-    return sum(n - sum(cache.n_spared for cache in of.caches) for n, of in sequences)
+    return sum(n - sum(cache.spared_bytes for cache in of.caches) for n, of in sequences)
 
 
 def room_beside(sequences: Ids[tuple[int, Sequence]], limit: int) -> int:
@@ -323,7 +323,7 @@ def bytes_of_sequence(sequence: Sequence) -> int:
 
 def whole_bytes(sequence: Sequence) -> int:
     """Returns the bytes that a sequence would take if it shared no rows."""
-    return bytes_of_sequence(sequence) + sum(cache.n_spared for cache in sequence.caches)
+    return bytes_of_sequence(sequence) + sum(cache.spared_bytes for cache in sequence.caches)
 
 
 def gib(n_bytes: int) -> str:

@@ -71,9 +71,9 @@ def test_shared_rows_count_once():
         kinds.share_prefix([given], [other], N, N)
     held = sum(cache.memory().host for cache in (given, *others))
     assert alone <= held < 1.25 * alone
-    assert given.n_spared > 0.6 * alone
+    assert given.spared_bytes > 0.6 * alone
     del others, other
-    assert given.n_spared == 0 and given.memory().host >= alone
+    assert given.spared_bytes == 0 and given.memory().host >= alone
 
 
 def test_few_rows_are_copied():

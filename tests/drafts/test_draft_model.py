@@ -11,7 +11,7 @@ from tiny_models import make_model
 
 from sparsekv_cli import load, machine
 from sparsekv_cli.cache import row_sizes
-from sparsekv_cli.drafts.draft_model import LONG, MOST, PIECE, ModelDrafts
+from sparsekv_cli.drafts.draft_model import LONG, LONGEST_DRAFT, PIECE, ModelDrafts
 from sparsekv_cli.errors import OptionError, SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import Model, load_model
@@ -63,10 +63,10 @@ def test_a_draft_is_what_the_model_would_write(method, path):
     drafts, text = ModelDrafts(model.sequence(), model.hparams.n_vocab), list(TOKENS)
     drafts.begin(text)
     for new in ([], [7], [9, 8, 7], [], [5] * (LONG + 5), [1]):
-        for n_kept in (MOST, 2, 0):
+        for n_kept in (LONGEST_DRAFT, 2, 0):
             text += new
-            found = draft_of(drafts, text, MOST)
-            assert len(found) == MOST
+            found = draft_of(drafts, text, LONGEST_DRAFT)
+            assert len(found) == LONGEST_DRAFT
             if method == "full":
                 assert_likely(model, text, found)
             text += found[:n_kept]
@@ -133,11 +133,11 @@ def test_tokens_that_the_draft_model_lacks(path):
     model = opened(path)
     drafts = ModelDrafts(model.sequence(), 450)
     drafts.begin(TOKENS)
-    assert max(draft_of(drafts, TOKENS, MOST)) < 450
+    assert max(draft_of(drafts, TOKENS, LONGEST_DRAFT)) < 450
     for text in ([*TOKENS, 450], [*TOKENS, 450, 7], [*TOKENS, 10**6]):
-        assert draft_of(drafts, text, MOST) == []
+        assert draft_of(drafts, text, LONGEST_DRAFT) == []
         drafts.begin(TOKENS)
-    assert len(draft_of(drafts, [*TOKENS, 7], MOST)) == MOST
+    assert len(draft_of(drafts, [*TOKENS, 7], LONGEST_DRAFT)) == LONGEST_DRAFT
     model.close()
 
 
@@ -157,8 +157,8 @@ def test_logits_that_are_no_numbers(bad, path, monkeypatch):
         return logits
 
     monkeypatch.setattr(model.decoder, "decode_batch", spoilt)
-    assert len(draft_of(drafts, [*TOKENS, 7], MOST)) == 2  # those ahead of the bad logits
-    assert draft_of(drafts, [*TOKENS, 7, 8], MOST) == []
+    assert len(draft_of(drafts, [*TOKENS, 7], LONGEST_DRAFT)) == 2  # those ahead of the bad logits
+    assert draft_of(drafts, [*TOKENS, 7, 8], LONGEST_DRAFT) == []
     model.close()
 
 

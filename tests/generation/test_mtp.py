@@ -13,7 +13,7 @@ from tiny_models import make_model
 from tiny_recurrent import DeltaNet
 
 from sparsekv_cli.cache.counters import Speculation
-from sparsekv_cli.drafts.mtp import MOST as MOST_MTP
+from sparsekv_cli.drafts.mtp import LONGEST_DRAFT as MOST_MTP
 from sparsekv_cli.errors import OptionError, SparseKVError
 from sparsekv_cli.generation.generation import Generation, step
 from sparsekv_cli.generation.sampler import SamplingOptions, new_sampler
