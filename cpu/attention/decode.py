@@ -32,6 +32,7 @@ from sparsekv_cli.cpu.attention.tile import MAX_TILE, PAD, tile_scores, tile_val
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import LANES, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.vector.put import put
 
 BLOCK = 256  # keys whose scores are kept at a time: K and V of a block stay in the L2 cache
 VALUES = 64  # rows of V in a tile: they stay in the L1 cache for all dims
@@ -362,7 +363,8 @@ def score_rows(q, layout, n, n_kv_head, scale, out, n_threads):
                         end - h, layout[K_KIND], scaled.ctypes.data, at, layout[K_ROW], 0, size, d,
                         part.ctypes.data, part.shape[1],
                     )  # fmt: skip
-                    out[h:end, start : start + size] = part[: end - h, :size]
+                    for t in range(end - h):
+                        put(out[h + t, start : start + size], part[t])
             task = next_task(counter)
 
 

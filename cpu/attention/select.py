@@ -10,6 +10,7 @@ from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import LANES, trailing_zeros
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.vector.put import put
 
 WORD = 64  # keys that are compared at a time
 N_GUESSES = 9  # passes of a search for a threshold that may be guesses
@@ -232,7 +233,7 @@ def _candidates(keys, n, k, out):
     """Runs ``_positions_above`` with a sample's threshold. Probably more than k keys exceed it."""
     sample = np.empty(n // (SAMPLE_STEP * LANES) * LANES, np.int32)
     for at in range(0, len(sample), LANES):
-        sample[at : at + LANES] = keys[at * SAMPLE_STEP : at * SAMPLE_STEP + LANES]
+        put(sample[at : at + LANES], keys[at * SAMPLE_STEP :])
     rank = k / SAMPLE_STEP
     rank = int(rank + 4 * np.sqrt(rank)) + 2
     return _positions_above(keys, n, threshold_of_largest(sample, len(sample), rank), 0, out)

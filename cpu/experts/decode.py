@@ -39,6 +39,7 @@ from sparsekv_cli.cpu.layer.decode import (
     rms_norm,
 )
 from sparsekv_cli.cpu.layer.state import LayerState
+from sparsekv_cli.cpu.vector.put import put
 from sparsekv_cli.cpu.vector.views import view
 from sparsekv_cli.cpu.weights.dot import call_rows
 from sparsekv_cli.cpu.weights.integer import quantize_rows, quantized_stride
@@ -90,7 +91,7 @@ def _set_jobs(jobs, table, e, inputs, count, out, out_row):
     """
     x, x_row, quantized, quantized_row = inputs
     for m in range(table.shape[0]):
-        jobs[m, : PLANES + 1] = table[m]
+        put(jobs[m, : PLANES + 1], table[m])
         jobs[m, WEIGHTS] += e * table[m, ROWS] * table[m, ROW_BYTES]
         is_quantized = table[m, PLANES] > 0
         jobs[m, SOURCE] = quantized if is_quantized else x

@@ -30,7 +30,8 @@ def _multiply_tasks(
     """Runs tasks until none is left: an expert and as many panels as ``sums`` holds."""
     n_experts, most = offsets.shape[0] - 1, sums.shape[0]
     own = table.copy()
-    own[:, MATRIX_ROWS] //= n_experts
+    for m in range(len(own)):
+        own[m, MATRIX_ROWS] //= n_experts
     n_panels = (out.shape[1] + COLUMNS - 1) // COLUMNS
     n_tasks = (n_panels + most - 1) // most
     bf16.begin()
@@ -38,7 +39,8 @@ def _multiply_tasks(
     while task < n_experts * n_tasks:
         e, first = task // n_tasks, task % n_tasks * most
         if offsets[e] < offsets[e + 1]:
-            own[:, WEIGHTS] = table[:, WEIGHTS] + e * own[:, MATRIX_ROWS] * own[:, ROW_BYTES]
+            for m in range(len(own)):
+                own[m, WEIGHTS] = table[m, WEIGHTS] + e * own[m, MATRIX_ROWS] * own[m, ROW_BYTES]
             multiply_panels(
                 own, tiles[starts[e] : starts[e + 1]], n_columns, step, rows, panel, sums, first,
                 min(n_panels, first + most), out[offsets[e] : offsets[e + 1]],

@@ -48,6 +48,7 @@ from sparsekv_cli.cpu.jit.llvm import LANES, keep, next_task
 from sparsekv_cli.cpu.jit.pointers import integer_pointer, on_lines
 from sparsekv_cli.cpu.jit.threads import blas_threads
 from sparsekv_cli.cpu.sals.vectors import multiply, scale_lanes
+from sparsekv_cli.cpu.vector.put import put_scaled
 from sparsekv_cli.cpu.vector.run import KernelStep, memory_of, run
 from sparsekv_cli.cpu.vector.views import scratch, view
 
@@ -208,7 +209,7 @@ def attend_blocks(at):
     n_threads = 1 if is_small else this.n_threads
     memory = memory_of(BlocksWork, BlocksBuffers, at, n_threads)
     work = scratch(BlocksWork, at, memory.shared)
-    work.queries[:] = this.q * this.scale
+    put_scaled(work.queries, this.q, this.scale)
     run(this.thread, n_threads, at, 0, memory)
     for h in range(this.n_head):
         merge_pieces(work.peak[:, h], work.mass[:, h], work.acc[:, h], this.out[h])

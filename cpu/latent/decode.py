@@ -19,6 +19,7 @@ from sparsekv_cli.cpu.layer.decode import (
     multiply,
     rms_norm,
 )
+from sparsekv_cli.cpu.vector.put import put
 from sparsekv_cli.cpu.vector.views import view
 from sparsekv_cli.cpu.weights.integer import quantize_rows
 
@@ -48,7 +49,7 @@ def _multiply_heads(this, matrix, x, x_row, x_head, out, out_row, out_head, n_ro
             to = this.quantized[h * n_rows :].ctypes.data
             quantize_rows(source, x_row, n_rows, n, planes, to, stride)
             source, source_row = to, stride
-        jobs[h, : PLANES + 1] = matrix
+        put(jobs[h, : PLANES + 1], matrix)
         jobs[h, WEIGHTS] += h * matrix[ROWS] * matrix[ROW_BYTES]
         jobs[h, PLANES + 1], jobs[h, PLANES + 2], jobs[h, PLANES + 3] = source, source_row, n_rows
         jobs[h, PLANES + 4], jobs[h, PLANES + 5] = out + h * out_head, out_row
@@ -71,10 +72,10 @@ def latent_inputs(at, n_rows, n_threads):
         if n_rank_q:
             rms_norm(raw[:n_rank_q], this.q_norm, eps, this.normed[b, :n_rank_q])
         else:
-            this.queries[b] = raw[:n_queries]
+            put(this.queries[b, :n_queries], raw)
         row, pairs = raw[first : first + n_rank], raw[first + n_rank :]
         rms_norm(row, this.kv_norm, eps, this.k[b, n_rot : n_rot + n_rank])
-        this.k_nope[b, n_rot:] = this.k[b, n_rot:]
+        put(this.k_nope[b, n_rot:], this.k[b, n_rot:])
         _turn(pairs, this.cos[b], this.sin[b], half, this.k_nope[b], this.k[b])
     if n_rank_q:
         multiply(
@@ -93,7 +94,7 @@ def latent_inputs(at, n_rows, n_threads):
     )  # fmt: skip
     for b in range(n_rows):
         for h in range(n_head):
-            this.q_nope[b, h, n_rot:] = this.q[b, h, n_rot:]
+            put(this.q_nope[b, h, n_rot:], this.q[b, h, n_rot:])
 
 
 @njit(cache=True, nogil=True)

@@ -15,6 +15,7 @@ from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I32, LANES, sum_squares
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.activation import SIGMOID, gate_lanes, gate_one
+from sparsekv_cli.cpu.vector.put import put
 
 
 @intrinsic
@@ -128,7 +129,7 @@ def _head(raw, bias, norm, eps, whole, cos, sin, scale, interleaved, work, out_n
         for c in range(2 * half, d):
             ordered[c] = values[c]
     else:
-        ordered[:] = values
+        put(ordered, values)
     for c in range(d):
         out_nope[c] = rounded(out_nope, ordered[c])
     for i in range(half):

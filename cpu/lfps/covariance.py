@@ -18,6 +18,7 @@ from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import LANES, keep
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.lfps.history import SINKS
+from sparsekv_cli.cpu.vector.put import put
 
 BLOCK = 256  # rows
 STEP = 4  # rows that one pass adds to the products
@@ -81,14 +82,17 @@ def _one_head(at, row_bytes, kind, n, n_known, centre, rows, products, mean, cov
         products[:] = 0
         count = min(n, BLOCK)
         _add(at, row_bytes, kind, 0, count, centre, rows, covariance[:0])
-        centre[:] = rows / count
+        for i in range(len(centre)):
+            centre[i] = rows[i] / count
         rows[:] = 0
     for start in range(n_known, whole, BLOCK):
         _add(at, row_bytes, kind, start, BLOCK, centre, rows, products)
     total = rows.copy()
-    covariance[:] = products
+    for i in range(len(covariance)):
+        put(covariance[i], products[i])
     _add(at, row_bytes, kind, whole, n - whole, centre, total, covariance)
-    mean[:] = total / n
+    for i in range(len(mean)):
+        mean[i] = total[i] / n
     for i in range(covariance.shape[0]):
         for j in range(i, covariance.shape[0]):
             off = (mean[i] - centre[i]) * (mean[j] - centre[j])

@@ -30,6 +30,7 @@ from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, keep,
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY, blas_threads
 from sparsekv_cli.cpu.lfps.history import SINKS
+from sparsekv_cli.cpu.vector.put import put
 
 PART = 128  # rows; the scout finds the best one of each part
 FOUND = 128  # rows that it finds for a head in a step, at most
@@ -187,7 +188,8 @@ def _code_part(kv_head, part, layout, encode, start, codes):
         )  # fmt: skip
     if part == 0:
         for w in range(of_part.shape[1]):
-            of_part[0, w, :SINKS] = of_part[0, w, SINKS]
+            for i in range(SINKS):
+                put(of_part[0, w, i], of_part[0, w, SINKS])
     keep(rows)
 
 

@@ -302,7 +302,8 @@ def summed_query(q_nope, basis, r_star):
     by_kv_head = np.zeros(basis.n_kv * d_padded, np.float32)
     for h in range(n_head):
         at = h * basis.n_kv // n_head * d_padded
-        by_kv_head[at : at + d_padded] += q_nope[h]
+        for c in range(d_padded):
+            by_kv_head[at + c] += q_nope[h, c]
     summed = np.empty(r_star, np.float32)
     for c in range(r_star):
         summed[c] = _dot(by_kv_head, basis.decode[c])

@@ -28,6 +28,7 @@ from sparsekv_cli.cpu.jit.llvm import (
 )
 from sparsekv_cli.cpu.sals.latent import tile_bytes, words_of
 from sparsekv_cli.cpu.sals.queries import ROPE_BLOCK, SPAN
+from sparsekv_cli.cpu.vector.put import put
 
 CHUNK = 512  # latents scored at a time
 SAMPLED = 1  # index of the pair of tiles, of a block's four, that gives the softmax sums
@@ -205,7 +206,9 @@ def sample_span(span, words, factors, latents, n_latent, softcap, peak, mass):
         else:
             _add_weights_of_pair(words, factors, bias, latents, at, sums)
             continue
-        sums[:, :count] += part[:, :count]
+        for h in range(n_head):
+            for j in range(count):
+                sums[h, j] += part[h, j]
     for h in range(n_head):
         mass[h] = sums[h].sum() * np.float32(stop - start) / np.float32(n_scored)
 
@@ -245,6 +248,6 @@ def importance(start, stop, words, factors, bias, softcap, latents, out):
         else:
             scores_of_pair(words, factors, latents, at, weights)
         total = out[at - start : at - start + byte_scores.PAIR]
-        total[:] = weights[0]
+        put(total, weights[0])
         for h in range(1, len(bias)):
             total += weights[h]

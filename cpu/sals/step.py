@@ -36,6 +36,7 @@ from sparsekv_cli.cpu.sals.scores import (
     sample_span,
 )
 from sparsekv_cli.cpu.sals.state import SALSBuffers, SALSState, SALSWork
+from sparsekv_cli.cpu.vector.put import put, put_scaled
 from sparsekv_cli.cpu.vector.run import memory_of, run
 from sparsekv_cli.cpu.vector.views import scratch, view
 
@@ -173,8 +174,8 @@ def sals_step(at):
         encode_rows(
             _rows(this.exact), this.leaving, latents.first + last, 1, this.basis, latents, last
         )
-    work.queries[:] = this.q * this.scale
-    work.units[:] = query_units(work.queries, this.blocks)
+    put_scaled(work.queries, this.q, this.scale)
+    put(work.units, query_units(work.queries, this.blocks))
     run(this.thread, n_threads, at, FIRST, memory)
     if this.by_head:
         work.peaks[-1], work.masses[-1] = work.peak[0], work.mass[0]
