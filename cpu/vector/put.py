@@ -1,7 +1,7 @@
 """Copies of arrays within kernels.
 
-numba checks the shapes of ``to[:] = values`` and writes both into a message. That takes a second to
-compile, for each pair of types. These loops check nothing.
+numba checks the shapes of ``to[:] = values`` and writes both into a message. The check takes a
+second to compile, for each pair of types. These loops check nothing.
 """
 
 from sparsekv_cli.cpu.jit.kernel import njit
