@@ -16,6 +16,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from layer_rows import STREAMS, Geometry, Rows, Stream
 from layer_stream import chunk_input, decode, make_cache, prefill
 from naive_pair import CASES, method_of
 from opened import OpenSequence, open_sequence
+from tiny_architectures import TRAITS
 from tiny_models import ARCHITECTURES, WEIGHT_TYPES, make_model
 
 import sparsekv_cli.cpu
@@ -44,7 +46,9 @@ N_PROMPT, N_STEPS, N_IN_A_HASH = 450, 200, 50
 DRAFT_EVERY, N_DRAFT = 20, 4  # a draft of so many rows, of which one stays, in every 20th step
 LENGTHS = (1, 50, 7, 130)  # of prompts
 SPARSE = ("topk", "quest", "snapkv", "h2o", "lfps", "freekv", "streaming")  # need no calibration
-N_LAYER = {"gemma3": 6, "gemma4": 4, "smollm3": 4, "qwen35": 4, "qwen35moe": 4}
+N_LAYER = {"gemma3": 6, "gemma4": 4, "smollm3": 4, "qwen35": 4, "qwen35moe": 4} | dict.fromkeys(
+    ("nemotron_h", "nemotron_h_moe"), 7
+)
 Found = dict[str, Any]
 
 
@@ -119,8 +123,10 @@ def of_model(arch: str, folder: Path) -> Found:
     """Types of prefills and threads with full; one sparse method, with several sequences."""
     wtype = ("Q8_0", "F16", "Q4_0", "BF16")[ARCHITECTURES.index(arch) % 4]
     sizes: Any = {"n_layer": N_LAYER.get(arch, 2), "n_ctx": 512, "attention_gain": 1.0}
-    path = make_model(folder / "model.gguf", arch=arch, wtype=wtype, head_dim=64, **sizes)
     sparse = SPARSE[ARCHITECTURES.index(arch) % len(SPARSE)]
+    if (latent := TRAITS[arch].latent) is not None:  # rows of whole blocks, and a method that can
+        sizes["latent"], sparse = replace(latent, n_rank=64, n_value=32), "lfps"
+    path = make_model(folder / "model.gguf", arch=arch, wtype=wtype, head_dim=64, **sizes)
     found: Found = {}
     for dtype, threads in (("f32", 1), ("f32", 3), ("bf16", 2), ("int8", 2)):
         if dtype == "bf16" and not bf16.is_available():
