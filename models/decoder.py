@@ -232,6 +232,7 @@ class Decoder(Forward):
     def output(self, normed: Any, vocabulary: np.ndarray | None) -> np.ndarray:
         """Returns logits f32 (T, n_vocab); few rows use products with quantised weights."""
         self._products.clear()  # the layers are done; a long prompt needs most memory here
+        self._expanded_rows.clear()
         give_back_memory()
         head, rows = self.weights.output, np.ascontiguousarray(normed)
         if self.prefill_dtype != "f32" and len(rows) <= 4 and vocabulary is None:
