@@ -261,6 +261,7 @@ def without_texts(run: Runner, sizes: Sizes, records: Records) -> Records:
 # The parts that measure more than their ``run``, or change its records, by name.
 MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "advise": of_trained(advice),
+    "budget": of_trained(partial(trained_script, "budget/kld", "budget")),
     "cache_types": cache_types,
     "depth": with_larger(
         partial(trained_script, "bench/depth"), "depth", "depth_large", "depth_of_large"
