@@ -13,6 +13,7 @@ from sparsekv_cli.errors import UnsupportedModelError
 
 # general.architecture; a module of this package has the name, with _ for -.
 ARCHITECTURES = (
+    *("arcee", "bailingmoe2"),
     *("deepseek", "deepseek2", "ernie4_5", "ernie4_5-moe", "exaone", "exaone4", "falcon-h1"),
     *("gemma2", "gemma3", "gemma4"),
     *("glm4", "glm4moe", "gpt-oss", "granite", "granitehybrid", "granitemoe", "lfm2", "lfm2moe"),

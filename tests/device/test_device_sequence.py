@@ -140,6 +140,7 @@ def test_architectures(tmp_path, arch, kv):
         ("gpt-oss", "experts"),
         ("gemma2", "window layers"),
         ("glm4", "norms after its blocks"),
+        ("arcee", "its activation"),
         ("qwen3next", "experts"),
     ],
 )

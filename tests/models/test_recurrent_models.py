@@ -25,7 +25,9 @@ def logits(path):
     return result
 
 
-@pytest.mark.parametrize("arch", ["qwen35", "qwen3next", "glm4", "glm4moe", "exaone4"])
+@pytest.mark.parametrize(
+    "arch", ["bailingmoe2", "qwen35", "qwen3next", "glm4", "glm4moe", "exaone4"]
+)
 def test_blocks_that_predict_further_tokens_are_not_run(arch, tmp_path):
     shape = LONG_CASES[arch]
     plain = make_model(tmp_path / "plain.gguf", **shape)
@@ -82,6 +84,7 @@ def test_the_block_of_a_nemotron_that_predicts_further_tokens_is_not_run(tmp_pat
         ("glm4moe", {"glm4moe.expert_weights_scale": -1.0}, "weights_scale is -1; it must be at"),
         ("glm4moe", {"glm4moe.rope.dimension_count": 31}, "rope.dimension_count is 31; it must be"),
         ("deepseek", {"deepseek.expert_gating_func": 2}, "expert_gating_func is 2: such a mixture"),
+        ("bailingmoe2", {"bailingmoe2.expert_gating_func": 1}, "expert_gating_func is 1: such a"),
         ("minimax-m2", {"minimax-m2.expert_weights_scale": 2.5}, "weights_scale is 2.5: it must"),
         ("glm4", {"glm4.rope.dimension_sections": [8, 4, 4, 0]}, "M-RoPE cannot be run with this"),
         ("glm4", {"glm4.rope.scaling.type": "ntk"}, "rope.scaling.type is 'ntk'; supported are"),
