@@ -177,7 +177,8 @@ def test_an_unsupported_architecture_is_shown(tmp_path, capsys):
     assert inspect(path, "--json") == 0
     summary = read_json(capsys)
     assert summary["architecture"] == "mamba"
-    assert "'mamba' is not supported; supported are deepseek, " in summary["problem"]
+    assert "'mamba' is not supported; supported are " in summary["problem"]
+    assert ", deepseek, " in summary["problem"]
     assert summary["parameters"] == 320
 
 
