@@ -9,6 +9,7 @@ import numpy as np
 
 from sparsekv_cli.cpu.experts.decode import N_COLUMNS, run_jobs
 from sparsekv_cli.cpu.jit.kernel import njit
+from sparsekv_cli.cpu.latent.prefill import turn_pairs
 from sparsekv_cli.cpu.latent.state import LatentState
 from sparsekv_cli.cpu.layer.decode import (
     COLUMNS,
@@ -22,16 +23,6 @@ from sparsekv_cli.cpu.layer.decode import (
 from sparsekv_cli.cpu.vector.put import put
 from sparsekv_cli.cpu.vector.views import view
 from sparsekv_cli.cpu.weights.integer import quantize_rows
-
-
-@njit(cache=True, nogil=True)
-def _turn(pairs, cos, sin, half, nope, turned):
-    """Writes R elements (0, 1), (2, 3) .. in half-split order, before and after the rotation."""
-    for i in range(half):
-        a, b = pairs[2 * i], pairs[2 * i + 1]
-        nope[i], nope[half + i] = a, b
-        turned[i] = a * cos[i] - b * sin[i]
-        turned[half + i] = a * sin[i] + b * cos[i]
 
 
 @njit(cache=True, nogil=True)
@@ -76,7 +67,7 @@ def latent_inputs(at, n_rows, n_threads):
         row, pairs = raw[first : first + n_rank], raw[first + n_rank :]
         rms_norm(row, this.kv_norm, eps, this.k[b, n_rot : n_rot + n_rank])
         put(this.k_nope[b, n_rot:], this.k[b, n_rot:])
-        _turn(pairs, this.cos[b], this.sin[b], half, this.k_nope[b], this.k[b])
+        turn_pairs(pairs, this.cos[b, :half], this.sin[b, :half], this.k_nope[b], this.k[b])
     if n_rank_q:
         multiply(
             this.matrices[2:], this.normed.ctypes.data, this.normed.strides[0], n_rows,
@@ -86,7 +77,9 @@ def latent_inputs(at, n_rows, n_threads):
     for b in range(n_rows):
         for h in range(n_head):
             pairs = this.queries[b, h * (n_nope + n_rot) + n_nope :]
-            _turn(pairs, this.cos[b], this.sin[b], half, this.q_nope[b, h], this.q[b, h])
+            turn_pairs(
+                pairs, this.cos[b, :half], this.sin[b, :half], this.q_nope[b, h], this.q[b, h]
+            )
     _multiply_heads(
         this, this.matrices[0], np.int64(this.queries.ctypes.data), this.queries.strides[0],
         4 * (n_nope + n_rot), np.int64(this.q.ctypes.data) + 4 * n_rot, this.q.strides[0],

@@ -10,14 +10,28 @@ from sparsekv_cli.cpu.layer.prefill import rounded, widen
 
 
 @njit(cache=True, nogil=True)
-def _turn(pairs, cos, sin, nope, turned):
-    """Writes elements (0, 1), (2, 3) .. in half-split order, before and after the rotation."""
+def turn_pairs(pairs, cos, sin, nope, turned):
+    """Writes elements (0, 1), (2, 3) .. in half-split order, before and after the rotation.
+
+    pairs, nope, turned: f32 or bf16. cos, sin f32 (pairs,).
+    """
     half = cos.shape[0]
     for i in range(half):
         a, b = widen(pairs[2 * i]), widen(pairs[2 * i + 1])
         nope[i], nope[half + i] = rounded(nope, a), rounded(nope, b)
         turned[i] = rounded(turned, a * cos[i] - b * sin[i])
         turned[half + i] = rounded(turned, a * sin[i] + b * cos[i])
+
+
+@njit(cache=True, nogil=True)
+def _norm(x, weight, eps, out):
+    """out f32 (n,) = the RMS norm of the first n elements of x, f32 or bf16."""
+    n = out.shape[0]
+    for c in range(n):
+        out[c] = widen(x[c])
+    scale = np.float32(1) / np.sqrt(sum_squares(out) / np.float32(n) + eps)
+    for c in range(n):
+        out[c] = out[c] * scale * weight[c]
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
@@ -27,11 +41,9 @@ def norm_vectors(x, weight, eps, out, n_threads):
     for part in prange(n_threads):
         work = np.empty(n, np.float32)
         for t in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
+            _norm(x[t], weight, eps, work)
             for c in range(n):
-                work[c] = widen(x[t, c])
-            scale = np.float32(1) / np.sqrt(sum_squares(work) / np.float32(n) + eps)
-            for c in range(n):
-                out[t, c] = rounded(out, work[c] * scale * weight[c])
+                out[t, c] = rounded(out, work[c])
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
@@ -44,13 +56,11 @@ def split_rows(raw, norm, eps, cos, sin, k, k_nope, n_threads):
     for part in prange(n_threads):
         work = np.empty(n_rank, np.float32)
         for t in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
+            _norm(raw[t], norm, eps, work)
             for c in range(n_rank):
-                work[c] = widen(raw[t, c])
-            scale = np.float32(1) / np.sqrt(sum_squares(work) / np.float32(n_rank) + eps)
-            for c in range(n_rank):
-                value = rounded(k, work[c] * scale * norm[c])
+                value = rounded(k, work[c])
                 k[t, n_rot + c], k_nope[t, n_rot + c] = value, value
-            _turn(raw[t, n_rank:], cos[t], sin[t], k_nope[t], k[t])
+            turn_pairs(raw[t, n_rank:], cos[t], sin[t], k_nope[t], k[t])
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
@@ -68,4 +78,4 @@ def split_queries(raw, cos, sin, others, q, q_nope, n_threads):
                 head = raw[t, h * size : (h + 1) * size]
                 for c in range(n_nope):
                     others[h, t, c] = head[c]
-                _turn(head[n_nope:], cos[t], sin[t], q_nope[h, t], q[h, t])
+                turn_pairs(head[n_nope:], cos[t], sin[t], q_nope[h, t], q[h, t])

@@ -39,9 +39,8 @@ ZERO = 8  # the code of 0
 WORD = 8  # directions
 ROWS = 8 if llvm.has_feature("avx512f") else 4  # that are coded at a time, in registers
 PASS = 16  # parts that all queries are scored with before the next ones: they stay in a cache
-LARGEST_CODE = (
-    4.0  # standard deviations of the largest code: clipped codes would hide the best rows
-)
+# Standard deviations of the largest code. Clipped codes would hide the best rows.
+LARGEST_CODE = 4.0
 RIDGE = 0.05  # share of the queries' mean variance that is added in every direction
 TINY = 1e-30
 

@@ -201,9 +201,8 @@ def run_groups(n, log_decay, beta, q, k, v, out, dots, state, factors, corrects)
 def convolved_head(raw, start, first, d, weight, rows, recent, out):
     """Writes silu(conv(raw)) of one head's d channels, from ``first`` on, to out (n, ROW).
 
-    It takes n rows of raw (T, channels) from row ``start`` on. rows f32 (L - 1,
-    channels): the rows before row ``start``; set to the last rows. Scratch: recent f32 (>= L - 1 +
-    n, ROW).
+    It takes n rows of raw (T, channels) from row ``start`` on. rows f32 (L - 1, channels): the rows
+    before row ``start``; set to the last rows. Scratch: recent f32 (>= L - 1 + n, ROW).
     """
     n_rows = out.shape[0]
     before, last = rows.shape[0], first + d

@@ -13,26 +13,13 @@ from sparsekv_cli.errors import UnsupportedModelError
 
 # general.architecture; a module of this package has the name, with _ for -.
 ARCHITECTURES = (
-    *("arcee", "bailingmoe2"),
-    *("deepseek", "deepseek2", "ernie4_5", "ernie4_5-moe", "exaone", "exaone4", "falcon-h1"),
-    *("gemma2", "gemma3", "gemma4"),
-    *("glm4", "glm4moe", "gpt-oss", "granite", "granitehybrid", "granitemoe", "lfm2", "lfm2moe"),
-    *("llama", "minicpm"),
-    *(
-        "minimax-m2",
-        "mistral3",
-        "nemotron_h",
-        "nemotron_h_moe",
-        "olmo2",
-        "phi3",
-        "qwen2",
-        "qwen2moe",
-        "qwen2vl",
-        "qwen3",
-        "qwen35",
-    ),
-    *("qwen35moe", "qwen3moe", "qwen3next", "qwen3vl", "qwen3vlmoe", "seed_oss", "smollm3"),
-)
+    "arcee", "bailingmoe2", "deepseek", "deepseek2", "ernie4_5", "ernie4_5-moe", "exaone",
+    "exaone4", "falcon-h1", "gemma2", "gemma3", "gemma4", "glm4", "glm4moe", "gpt-oss",
+    "granite", "granitehybrid", "granitemoe", "lfm2", "lfm2moe", "llama", "minicpm",
+    "minimax-m2", "mistral3", "nemotron_h", "nemotron_h_moe", "olmo2", "phi3", "qwen2",
+    "qwen2moe", "qwen2vl", "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vl",
+    "qwen3vlmoe", "seed_oss", "smollm3",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,8 +99,8 @@ class Architecture:
     # The outputs of attention and of the feed-forward have their own norms before they are added.
     post_norms: bool = False
     pre_norms: bool = True  # False: the inputs of attention and feed-forward have no norm
-    # Of the gate, one of ACTIVATIONS in cpu/layer/activation.py. With ``squared_relu`` there is no
-    # gate: up takes its place.
+    # The gate's activation is one of ACTIVATIONS in cpu/layer/activation.py. With ``squared_relu``
+    # there is no gate: up takes its place.
     activation: str = "silu"
     # Each block is attention, Mamba-2 or a feed-forward. A feed-forward belongs to the layer of the
     # block before it, and other layers have none.

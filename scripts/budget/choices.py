@@ -39,6 +39,11 @@ def pages_of(step: Step) -> Pages:
     return Pages(forced, rows, keys.mean(1), keys.std(1))
 
 
+def with_pages(pages: Pages, chosen: np.ndarray) -> np.ndarray:
+    """Returns the rows of chosen pages, after those that are always read."""
+    return np.r_[pages.forced, pages.rows[chosen].ravel()]
+
+
 def softmax(scores: np.ndarray) -> np.ndarray:
     weights = np.exp(scores - scores.max(1, keepdims=True))
     return weights / weights.sum(1, keepdims=True)
@@ -103,4 +108,4 @@ def by_estimate(
     n_pages = 0 if (sure / whole).mean() >= share and not worst else rows_until(share, reached)
     n_pages = limited(n_pages, len(pages.forced), len(order))
     told = reached[n_pages - 1] if n_pages else (sure / whole).mean()
-    return np.r_[pages.forced, pages.rows[order[:n_pages]].ravel()], float(told)
+    return with_pages(pages, order[:n_pages]), float(told)

@@ -106,10 +106,9 @@ class KVStore:
 
     k, v: the rows, of the types that ``spec`` names. They are one array if ``spec.v_is_k``. n: the
     number of rows in use. layout: int64 (8,), the places of the rows for kernels
-    (cpu/attention/rows.py). is_shared: whether the rows
-    are in another layer's store. can_share_rows: whether other stores may read the rows in this
-    store's memory. prefix: memory with the first ``n_prefix`` rows, which other stores also read,
-    or None.
+    (cpu/attention/rows.py). is_shared: whether the rows are in another layer's store.
+    can_share_rows: whether other stores may read the rows in this store's memory. prefix: memory
+    with the first ``n_prefix`` rows, which other stores also read, or None.
     """
 
     is_shared = False

@@ -145,9 +145,8 @@ class MethodChoice:
     def repeat(self) -> str:
         """Options of the command line that give this choice again."""
         method = self.chosen.method
-        options = "".join(f" -o {key}={text}" for key, text in stated_options(method).items())
         wait = f" --sparse-from {self.sparse_from}" if method.work_of_a_head else ""
-        return f"--method {method.name}{options}{wait}"
+        return f"{as_flags(method)}{wait}"
 
     @property
     def why(self) -> str:
@@ -189,6 +188,12 @@ class MethodChoice:
             "is_believable": not self.is_busy,
             "considered": [each.as_dict() for each in self.rated],
         }
+
+
+def as_flags(method: Method) -> str:
+    """Returns the method as options of the command line: ``--method quest -o budget=2%``."""
+    options = (f" -o {key}={text}" for key, text in stated_options(method).items())
+    return f"--method {method.name}{''.join(options)}"
 
 
 def candidates(model: Model) -> list[Method]:

@@ -13,7 +13,7 @@ from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import spec_of, stated_options
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.planning.auto import Losses
+from sparsekv_cli.planning.auto import Losses, as_flags
 from sparsekv_cli.planning.kept import method_key
 
 SHARES = ("1%", "2%", "5%", "10%", "20%", "40%")  # budgets that are tried, ascending
@@ -30,8 +30,7 @@ class BudgetChoice(NamedTuple):
     @property
     def repeat(self) -> str:
         """Options of the command line that give this choice again."""
-        options = "".join(f" -o {key}={text}" for key, text in stated_options(self.method).items())
-        return f"--method {self.method.name}{options}"
+        return as_flags(self.method)
 
     @property
     def why(self) -> str:
@@ -74,5 +73,4 @@ def smallest(methods: Sequence[Method], losses: Losses, max_loss: float) -> Budg
             f"--max-loss {max_loss:g}: {best.name} loses {kld:.3g} even with a budget of "
             f"{best.options()['budget']}; allow more, or take another method"
         )
-    measured = f"KLD measured {losses.date} on {losses.machine}"
-    return BudgetChoice(chosen, rated, max_loss, measured)
+    return BudgetChoice(chosen, rated, max_loss, f"KLD measured {losses.date} on {losses.machine}")

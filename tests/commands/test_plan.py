@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
+import command_line
 import pytest
 from tiny_models import make_model
 
-from sparsekv_cli.cli import main
 from sparsekv_cli.commands.shared import progress
 from sparsekv_cli.models.gguf.file import open_gguf
 from sparsekv_cli.models.hparams import read_hparams
@@ -34,10 +34,7 @@ def header(tmp_path, monkeypatch):
 
 
 def call(capsys, *arguments):
-    with pytest.raises(SystemExit) as exit_:
-        main(["plan", *map(str, arguments)])
-    out, err = capsys.readouterr()
-    return exit_.value.code, out, err
+    return command_line.call(capsys, "plan", *arguments)
 
 
 def test_a_plan_as_json_and_as_a_table(header, capsys):

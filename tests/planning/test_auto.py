@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from command_line import call
 from tiny_models import make_model
 
 from sparsekv_cli.calibration.calibrations import Calibrations, CalibrationText
-from sparsekv_cli.cli import main
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.planning import auto, kept, measure
 from sparsekv_cli.planning.auto import Losses, choose, kept_losses, loss_task
@@ -156,13 +156,6 @@ def test_a_passage_is_repeated_and_the_text_goes_on():
 def test_losses_are_kept_in_a_sidecar_as_they_are():
     entry = losses(**KLD).as_entry(4096, CalibrationText("t", "text"))
     assert Losses.of_entry(entry) == losses(**KLD)
-
-
-def call(capsys, *arguments):
-    with pytest.raises(SystemExit) as exit_:
-        main([*map(str, arguments)])
-    out, err = capsys.readouterr()
-    return exit_.value.code, out, err
 
 
 @pytest.fixture

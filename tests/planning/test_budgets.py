@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from command_line import call
 from tiny_models import make_model
 
-from sparsekv_cli.cli import main
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.planning import auto, budgets
@@ -42,13 +42,6 @@ def test_no_budget_loses_so_little():
         SparseKVError, match=r"quest loses 0.01 even with a budget of 20%; allow more"
     ):
         budgets.smallest(*losses(), 0.001)
-
-
-def call(capsys, *arguments):
-    with pytest.raises(SystemExit) as exit_:
-        main([*map(str, arguments)])
-    out, err = capsys.readouterr()
-    return exit_.value.code, out, err
 
 
 @pytest.fixture
