@@ -58,3 +58,19 @@ def test_figures(script, path, tmp_path):
     assert full["of_full"] == full["mb_of_full"] == 1 and lfps["mb_of_full"] > 1
     assert all(row["least"] <= row["tokens_per_s"] <= row["most"] for row in rows)
     assert full["rows_attended"] >= 2 * 4 * 300 > lfps["rows_attended"] > 4 * 300
+
+
+def test_pairs_with_full(script, path, tmp_path):
+    told = tmp_path / "told.json"
+    arguments = ["-m", str(path), "--methods", "lfps,full", "--depths", "300", "--tokens", "3"]
+    arguments += ["--budget", "32", "--rows", "100", "--json", str(told), "--paired"]
+    assert script.main(arguments) == 0
+    lfps, full = json.loads(told.read_text("utf-8"))
+    assert lfps["of_full"] > 0 and lfps["full_token_ms"] > 0 and lfps["rows_attended"] > 4 * 300
+    assert full["of_full"] == 1 and "full_token_ms" not in full
+
+
+def test_pairs_need_full(script, path, capsys):
+    with pytest.raises(SystemExit):
+        script.main(["-m", str(path), "--methods", "lfps", "--paired"])
+    assert "--paired: needs full among --methods" in capsys.readouterr().err
