@@ -99,14 +99,27 @@ class Method(ABC):
             at, n = spec.full_place, spec.n_full
         return spec.kind != FULL or at in {i % n for i in self.dense_layers if -n <= i < n}
 
+    def misfit(self, layers: Sequence[Sizes]) -> str:
+        """Returns why no options make the method run on these layers; "" if it can run.
+
+        A method may need K and V to be different rows.
+        """
+        if self.needs_values and any(layer.v_is_k for layer in layers):
+            return f"does not run with latent attention: {self.needs_values}"
+        return ""
+
     def check_layers(self, layers: Sequence[Sizes]) -> None:
         """Raises SparseKVError if the method or its options do not fit the model's layers.
 
-        The user's ``dense_layers`` may name a missing or a non-full layer. A method may need K and
-        V to be different rows.
+        The user's ``dense_layers`` may name a missing or a non-full layer.
         """
-        if any(layer.v_is_k for layer in layers):
-            self._check_one_row()
+        if reason := self.misfit(layers):
+            raise SparseKVError(f"method {self.name} {reason}")
+        if self.cache_type_k != self.cache_type_v and any(layer.v_is_k for layer in layers):
+            raise SparseKVError(
+                f"--cache-type-k {self.cache_type_k} and --cache-type-v {self.cache_type_v}: with "
+                "latent attention a token has one row for both; give both the same type"
+            )
         if self.dense_layers == type(self).dense_layers:
             return
         kinds, n_layer = [layer.kind for layer in layers], len(layers)
@@ -122,18 +135,6 @@ class Method(ABC):
                     f"--dense-layers names layer {layer}, a {kinds[layer]} layer, which no method "
                     f"changes; those that attend to all rows are {full or 'none'}"
                 )
-
-    def _check_one_row(self) -> None:
-        """Raises SparseKVError if the method cannot use a row that is key and value at once."""
-        if self.needs_values:
-            raise SparseKVError(
-                f"method {self.name} does not run with latent attention: {self.needs_values}"
-            )
-        if self.cache_type_k != self.cache_type_v:
-            raise SparseKVError(
-                f"--cache-type-k {self.cache_type_k} and --cache-type-v {self.cache_type_v}: with "
-                "latent attention a token has one row for both; give both the same type"
-            )
 
     def layer(self, spec: LayerSpec) -> LayerCache:
         """Returns a new cache of one layer: of its kind, dense, or the method's sparse cache.

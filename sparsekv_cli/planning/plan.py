@@ -13,7 +13,6 @@ from typing import Any
 from sparsekv_cli.cache.row_sizes import FITTING, token_bytes
 from sparsekv_cli.cache.spec import FULL
 from sparsekv_cli.calibration.calibrations import layer_products
-from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method, depth
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.forward import ROWS_AT_ONCE
@@ -233,11 +232,8 @@ def _planned(
     available: bytes of free memory; None: the system does not tell. reading: bytes that only a
     prefill takes.
     """
-    note = NOT_CALIBRATED if method_key(method) not in forecast.speeds.methods else ""
-    try:
-        method.check_layers(forecast.hparams.layers)
-    except SparseKVError as error:
-        note = str(error).partition(": ")[0].removeprefix(f"method {method.name} ")
+    is_known = method_key(method) in forecast.speeds.methods
+    note = method.misfit(forecast.hparams.layers) or ("" if is_known else NOT_CALIBRATED)
     if note:
         return PlannedMethod(method.name, method.options(), forecast.weights_bytes, note=note)
     left = None if available is None else available - reading

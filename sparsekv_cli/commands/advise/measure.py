@@ -65,10 +65,9 @@ def runnable(
         reason = "no layer of this model attends to all rows, so a method changes nothing"
         left_out |= dict.fromkeys(methods, reason)
         return {}
-    is_latent = any(layer.v_is_k for layer in model.hparams.layers)
     for name, method in methods.items():
-        if is_latent and method.needs_values:
-            left_out[name] = f"it does not run with latent attention: {method.needs_values}"
+        if reason := method.misfit(model.hparams.layers):
+            left_out[name] = f"it {reason}"
         elif not calibrate and not model.calibrations.has(method):
             left_out[name] = f"{NOT_CALIBRATED}, or advise --calibrate"
         elif method.n_queried is None:
