@@ -13,18 +13,24 @@ from sparsekv_cli.kernels.attention.decode import (
     check_new,
     store_row,
 )
+from sparsekv_cli.kernels.attention.select import GroupTops, parts_of_tops
+from sparsekv_cli.kernels.attention.threshold import LEAST, order_keys, write_tops
 from sparsekv_cli.kernels.checks import check
 
 
 @triton.jit(do_not_specialize=["n_split"])
 def _score_rows_kernel(
-    q_ptr, k_ptr, v_ptr, n_ptr, k_new_ptr, v_new_ptr, out_ptr, scale, n_kv_head, n_split,
-    stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_ob, stride_oh,
+    q_ptr, k_ptr, v_ptr, n_ptr, k_new_ptr, v_new_ptr, out_ptr, tops_ptr, scale, n_kv_head, n_split,
+    n_group, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_ob,
+    stride_oh,
     GROUP: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, HALVES: tl.constexpr,
-    HAS_NEW: tl.constexpr,
+    HAS_NEW: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """HAS_NEW: the step gives the last row. The first split scores it and stores it."""
+    """HAS_NEW: the step gives the last row. The first split scores it and stores it.
+
+    SIZE: neighbours of a group of ``GroupTops``; 0: there are no groups.
+    """
     split, unit = tl.program_id(0), tl.program_id(1)
     b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
     n = tl.load(n_ptr + b) - HAS_NEW
@@ -57,7 +63,11 @@ def _score_rows_kernel(
         scores = tl.dot(q_high, tl.trans(k))
         if HALVES:
             scores = tl.dot(q_low, tl.trans(k), acc=scores)
-        tl.store(out_at + j[None, :], scores * scale, (t < GROUP)[:, None] & (j < last)[None, :])
+        scores *= scale
+        tl.store(out_at + j[None, :], scores, mask=(t < GROUP)[:, None] & (j < last)[None, :])
+        if SIZE > 0:
+            keys = tl.where((j < last)[None, :], order_keys(scores), LEAST)
+            write_tops(keys, tops_ptr + head * n_group, t < GROUP, start, n_group, SIZE)
 
 
 def score_rows(
@@ -69,12 +79,13 @@ def score_rows(
     out: torch.Tensor | None = None,
     new: NewRow | None = None,
     v: torch.Tensor | None = None,
+    tops: GroupTops | None = None,
 ) -> torch.Tensor:
     """out[b, h, j] = scale q[b, h] . k[b, g, j] for j < n[b], f32 (B, H, >= n_max).
 
     q (B, H, d); k f16 (B, G, capacity, d), any strides of rows; n int32 (B,), n_max >= all of them.
     Scores from n[b] on are not written. new: the last row of each sequence, which is written to k
-    and to v f16 (B, G, capacity, d_v).
+    and to v f16 (B, G, capacity, d_v). tops: memory for what ``select_largest`` needs of long rows.
     """
     n_batch, n_head, d = q.shape
     n_kv_head = k.shape[1]
@@ -93,13 +104,15 @@ def score_rows(
     check("out", out, torch.float32, (n_batch, n_head, None), q.device, strided=True)
     if out.shape[2] < n_max:
         raise ValueError(f"out has room for {out.shape[2]} scores: expected {n_max}")
+    top_keys, n_group, size = parts_of_tops(tops, n_batch, n_head, n_max, q.device)
     group = n_head // n_kv_head
     block, n_split = _tiling(n_batch * n_kv_head, n_max, _width(d, d))
     _score_rows_kernel[(n_split, n_batch * n_kv_head)](
-        q, k, v, n, *(new or (None, None)), out, scale, n_kv_head, n_split, *k.stride()[:3],
-        *v.stride()[:3], *out.stride()[:2],
+        q, k, v, n, *(new or (None, None)), out, top_keys, scale, n_kv_head, n_split, n_group,
+        *k.stride()[:3], *v.stride()[:3], *out.stride()[:2],
         GROUP=group, TILE_H=max(TILE, triton.next_power_of_2(group)), D=d, D_V=v.shape[3],
         BLOCK_D=_width(d, d), BLOCK_V=_width(v.shape[3], v.shape[3]), BLOCK_N=block,
-        HALVES=q.dtype != torch.float16, HAS_NEW=new is not None, num_warps=4, num_stages=4,
+        HALVES=q.dtype != torch.float16, HAS_NEW=new is not None, SIZE=size, num_warps=4,
+        num_stages=4,
     )  # fmt: skip
     return out

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 
 from sparsekv_cli.kernels.attention.decode import QUERY_TYPES, TILE, NewRow, check_new, store_row
+from sparsekv_cli.kernels.attention.select import GroupTops, parts_of_tops
+from sparsekv_cli.kernels.attention.threshold import LEAST, order_keys, write_tops
 from sparsekv_cli.kernels.checks import check, check_on_host
 
 PROGRAMS = 1056  # target of a scan: eight on each of 132 multiprocessors
@@ -41,15 +43,16 @@ def score_chunks_ref(q: torch.Tensor, dims: torch.Tensor, dom: torch.Tensor) -> 
 @triton.jit(do_not_specialize=["n_split"])
 def _score_chunks_kernel(
     q_ptr, dims_ptr, dom_ptr, n_ptr, k_new_ptr, v_new_ptr, k_ptr, v_ptr, k_dims_ptr, out_ptr,
-    n_kv_head, n_split, stride_db, stride_dg, stride_dc, stride_dims, stride_kb, stride_kg,
-    stride_kn, stride_vb, stride_vg, stride_vn, stride_k_dims, stride_ob, stride_oh,
+    tops_ptr, n_kv_head, n_split, n_group, stride_db, stride_dg, stride_dc, stride_dims, stride_kb,
+    stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_k_dims, stride_ob, stride_oh,
     GROUP: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr, D_K: tl.constexpr,
     D_V: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, HAS_NEW: tl.constexpr, HAS_DIMS: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
     """HAS_NEW: the step gives the last row. The first split scores it and stores it.
 
-    HAS_DIMS: k has only the dims ``k_dims`` of a key.
+    HAS_DIMS: k has only the dims ``k_dims`` of a key. SIZE: see attention/scores.py.
     """
     split, unit = tl.program_id(0), tl.program_id(1)
     b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
@@ -91,6 +94,9 @@ def _score_chunks_kernel(
         keys = tl.load(dom_at + j[None, :], mask=is_token & (c < C)[:, None], other=0.0)
         scores = tl.dot(q_low, keys, acc=tl.dot(q_high, keys))
         tl.store(out_at + j[None, :], scores, mask=(t < GROUP)[:, None] & (j < last)[None, :])
+        if SIZE > 0:
+            keys = tl.where((j < last)[None, :], order_keys(scores), LEAST)
+            write_tops(keys, tops_ptr + head * n_group, t < GROUP, start, n_group, SIZE)
 
 
 def score_chunks(
@@ -103,6 +109,7 @@ def score_chunks(
     new: NewRow | None = None,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
     k_dims: torch.Tensor | None = None,
+    tops: GroupTops | None = None,
 ) -> torch.Tensor:
     """out[b, h, j] = q[b, h] . k[b, g, j] over the dominant dims, j < n[b]: f32 (B, H, >= n_max).
 
@@ -110,7 +117,7 @@ def score_chunks(
     (B,), n_max >= all of them. Scores are not scaled. Scores from n[b] on are not written. new: the
     last row of each sequence. It is written to ``dom`` and to ``into``: k f16 (B, G, capacity, d)
     and v (B, G, capacity, d_v). k_dims int32 (G, d_k): k has only these dims of keys, f16 (B, G,
-    capacity, d_k), and k and v lie in pinned memory of the host.
+    capacity, d_k), and k and v lie in pinned memory of the host. tops: see ``score_rows``.
     """
     n_batch, n_head, d = q.shape
     n_kv_head, n_dim = dims.shape
@@ -141,6 +148,7 @@ def score_chunks(
             )
             for name, x in zip(("k", "v"), into, strict=True):
                 check_on_host(name, x, tuple(x.shape), device)
+    top_keys, n_group, size = parts_of_tops(tops, n_batch, n_head, n_max, device)
     k, v = into or (dom, dom)
     d_k, d_v = (k.shape[3], v.shape[3]) if into else (1, 1)
     group = n_head // n_kv_head
@@ -149,12 +157,13 @@ def score_chunks(
     block_n = max(128, TILE_BYTES // (2 * block_c))
     n_split = max(1, min(triton.cdiv(n_max, block_n), triton.cdiv(PROGRAMS, n_unit)))
     _score_chunks_kernel[(n_split, n_unit)](
-        q, dims, dom, n, *(new or (None, None)), k, v, k_dims, out, n_kv_head, n_split,
-        *dom.stride()[:3], dims.stride(0), *k.stride()[:3], *v.stride()[:3],
+        q, dims, dom, n, *(new or (None, None)), k, v, k_dims, out, top_keys, n_kv_head, n_split,
+        n_group,         *dom.stride()[:3], dims.stride(0), *k.stride()[:3], *v.stride()[:3],
         0 if k_dims is None else k_dims.stride(0), *out.stride()[:2], GROUP=group,
         TILE_H=max(TILE, triton.next_power_of_2(group)), D=d, D_K=d_k, D_V=d_v,
         C=n_dim, BLOCK_C=block_c, BLOCK_K=triton.next_power_of_2(max(1, d_k)),
         BLOCK_V=triton.next_power_of_2(d_v), BLOCK_N=block_n,
-        HAS_NEW=new is not None, HAS_DIMS=k_dims is not None, num_warps=4, num_stages=3,
+        HAS_NEW=new is not None, HAS_DIMS=k_dims is not None, SIZE=size,
+        num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

@@ -1,8 +1,8 @@
 """FreeKV's step on the GPU: copies pages from the window to pinned host memory, and back.
 
 The arrays are in freekv/pages.py. The kernels read and write the pool over the bus and change the
-layout as they copy. The host decides nothing. There is one program for each kv head and sequence,
-and none waits for another. ``wanted`` says which kv heads choose pages.
+layout as they copy. The host decides nothing. ``wanted`` says which kv heads choose pages
+(freekv/choice.py).
 """
 
 import torch
@@ -12,21 +12,14 @@ import triton.language as tl
 from sparsekv_cli.kernels.attention.decode import _width
 from sparsekv_cli.kernels.checks import check
 from sparsekv_cli.kernels.freekv.pages import (
-    ATTENDED,
     BEST,
-    CLOCK,
     END,
-    HIT,
     N_CHOSEN,
     N_STATE,
     N_STATISTICS,
-    NO_PAGE,
     OFFLOADED,
     QUERY,
-    RECALLED,
-    SCORED,
     SENT,
-    STEPPED,
     Layout,
     PageTensors,
 )
@@ -141,123 +134,6 @@ def check_pools(pages: PageTensors, pools: torch.Tensor | None) -> None:
 def _rows(page: int) -> int:
     """Returns the rows of a page that a program copies at a time."""
     return min(16, triton.next_power_of_2(page))
-
-
-@triton.jit(do_not_specialize=["ahead", "recent"])
-def _assign_slots_kernel(
-    fresh_ptr, sizes_ptr, wanted_ptr, q_ptr, previous_ptr, slot_of_ptr, page_in_ptr, stamps_ptr,
-    chosen_ptr, slots_ptr, missing_ptr, state_ptr, statistics_ptr, n_ptr, budget_ptr, ahead, recent,
-    reserved, n_sink, n_kv_head, n_page_max, n_slot, m, stride_f,
-    PAGE: tl.constexpr, GROUP: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """STEP: a step calls it. The step is counted, and its query becomes the previous query."""
-    unit = tl.program_id(0)
-    b = unit // n_kv_head
-    n = tl.load(n_ptr + b) + ahead
-    window = (n - recent) // PAGE
-    wanted = tl.load(wanted_ptr + unit)
-    state_at, statistics_at = state_ptr + unit * N_STATE, statistics_ptr + unit * N_STATISTICS
-    i, s = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_S)
-    n_chosen = tl.load(state_at + N_CHOSEN)
-    if wanted > 0:
-        n_chosen = tl.load(sizes_ptr + unit)
-        n_best = tl.maximum((tl.load(budget_ptr + b) - reserved) // PAGE, 1)
-        now = tl.load(state_at + CLOCK) + 1
-        pages = n_sink + tl.load(fresh_ptr + unit * stride_f + i, mask=i < n_chosen, other=0)
-        slot_of_at = slot_of_ptr + unit.to(tl.int64) * n_page_max
-        slots = tl.load(slot_of_at + pages, mask=i < n_chosen, other=0)
-        is_missing = ((i < n_chosen) & (slots < 0)).to(tl.int32)
-        n_missing = tl.sum(is_missing, 0)
-        order = tl.cumsum(is_missing, 0) - 1
-        # Hits get their time stamp first, so that no chosen page loses its slot.
-        stamps_at = stamps_ptr + unit * n_slot
-        tl.store(stamps_at + slots, tl.zeros_like(slots) + now, mask=(i < n_chosen) & (slots >= 0))
-        tl.debug_barrier()
-        stamps = tl.load(stamps_at + s, mask=s < n_slot, other=0x7FFFFFFF)
-        page_in = tl.load(page_in_ptr + unit * n_slot + s, mask=s < n_slot, other=NO_PAGE)
-        for miss in range(0, n_missing):
-            is_this = (is_missing > 0) & (order == miss)
-            page = tl.sum(tl.where(is_this, pages, 0), 0)
-            slot = tl.argmin(stamps, 0)  # the first of the least recently used slots
-            old = tl.sum(tl.where(s == slot, page_in, 0), 0)
-            tl.store(slot_of_at + tl.maximum(old, 0), NO_PAGE, mask=old >= 0)
-            tl.store(slot_of_at + page, slot)
-            page_in = tl.where(s == slot, page, page_in)
-            stamps = tl.where(s == slot, now, stamps)
-            slots = tl.where(is_this, slot, slots)
-        tl.store(page_in_ptr + unit * n_slot + s, page_in, mask=s < n_slot)
-        tl.store(stamps_at + s, stamps, mask=s < n_slot)
-        tl.store(chosen_ptr + unit * m + i, pages, mask=i < n_chosen)
-        tl.store(slots_ptr + unit * m + i, slots, mask=i < n_chosen)
-        tl.store(missing_ptr + unit * m + i, is_missing, mask=i < m)
-        tl.store(state_at + CLOCK, now)
-        tl.store(state_at + N_CHOSEN, n_chosen)
-        query = n - 1  # rows in context when the query was the current one
-        if STEP:
-            query = tl.where(wanted == 1, n, n - 1)
-        tl.store(state_at + QUERY, query)
-        tl.store(state_at + END, window)
-        tl.store(state_at + BEST, n_best)
-        is_partial = (window - n_sink > n_best).to(tl.int64)
-        scored = tl.load(statistics_at + SCORED) + is_partial * window
-        tl.store(statistics_at + SCORED, scored)
-        tl.store(statistics_at + HIT, tl.load(statistics_at + HIT) + n_chosen - n_missing)
-        tl.store(statistics_at + RECALLED, tl.load(statistics_at + RECALLED) + n_missing)
-    else:
-        tl.store(missing_ptr + unit * m + i, tl.zeros([BLOCK_M], tl.int32), mask=i < m)
-    if STEP:
-        count = (n_sink + n_chosen) * PAGE + n - window * PAGE
-        tl.store(statistics_at + STEPPED, tl.load(statistics_at + STEPPED) + 1)
-        tl.store(statistics_at + ATTENDED, tl.load(statistics_at + ATTENDED) + count)
-        c, t = tl.arange(0, BLOCK_D), tl.arange(0, TILE_H)
-        at = (unit * GROUP + t)[:, None] * D + c[None, :]
-        is_q = (t < GROUP)[:, None] & (c < D)[None, :]
-        tl.store(previous_ptr + at, tl.load(q_ptr + at, mask=is_q), mask=is_q)
-
-
-def assign_slots(
-    pages: PageTensors,
-    layout: Layout,
-    fresh: torch.Tensor,
-    sizes: torch.Tensor,
-    wanted: torch.Tensor,
-    n: torch.Tensor,
-    budget: torch.Tensor,
-    recent: int,
-    reserved: int,
-    *,
-    q: torch.Tensor | None = None,
-    previous: torch.Tensor | None = None,
-) -> None:
-    """Assigns slots to the pages that kv heads have chosen; reuses the least recently used slots.
-
-    fresh int32 (B, G, >= m): numbers of the chosen candidates, ascending, from attention/select.py.
-    The first sizes int32 (B, G) of them are valid. Only kv heads with ``wanted`` != 0 choose. A
-    step passes q and previous f32 (B, H, d), and previous is set to q. A choice ahead, for n + 1
-    rows, passes None for both.
-    """
-    n_batch, _, page, n_kv, d = pages.k.shape
-    device, m, n_slot = pages.k.device, pages.chosen.shape[2], pages.stamps.shape[2]
-    check("fresh", fresh, torch.int32, (n_batch, n_kv, None), device)
-    for name, x in (("sizes", sizes), ("wanted", wanted)):
-        check(name, x, torch.int32, (n_batch, n_kv), device)
-    for name, x in (("n", n), ("budget", budget)):
-        check(name, x, torch.int32, (n_batch,), device)
-    group = 1
-    if q is not None:
-        assert previous is not None
-        group = q.shape[1] // n_kv
-        for name, x in (("q", q), ("previous", previous)):
-            check(name, x, torch.float32, (n_batch, n_kv * group, d), device)
-    block_s = triton.next_power_of_2(n_slot)
-    _assign_slots_kernel[(n_batch * n_kv,)](
-        fresh, sizes, wanted, q, previous, *pages[5:], n, budget, 0 if q is not None else 1, recent,
-        reserved, layout.n_sink, n_kv, pages.hi.shape[2], n_slot, m, fresh.stride(1),
-        PAGE=page, GROUP=group, TILE_H=triton.next_power_of_2(group), D=d, BLOCK_D=_width(d, d),
-        BLOCK_M=triton.next_power_of_2(m), BLOCK_S=block_s, STEP=q is not None,
-        num_warps=max(1, min(8, block_s // 64)),
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["recent"])

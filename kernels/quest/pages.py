@@ -1,13 +1,14 @@
-"""Summaries of pages of the KV cache, on the GPU: of whole pages, and of pages that steps complete.
+"""Summaries of pages of the KV cache, on the GPU.
 
-cpu/quest/pages.py defines summaries. quest/scores.py scores pages.
+cpu/quest/pages.py defines summaries. quest/scores.py scores pages. A step summarises the page that
+it completes (quest/step.py).
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from sparsekv_cli.kernels.attention.decode import NewRow, _width, check_new, store_row
+from sparsekv_cli.kernels.attention.decode import _width
 from sparsekv_cli.kernels.checks import check
 
 
@@ -37,7 +38,7 @@ def summarise_rows(
 
 
 @triton.jit
-def _summarise_page(
+def summarise_page(
     k_at, stride_kn, hi_at, lo_at, j, n_sinks,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MEANSTD: tl.constexpr,
 ):  # fmt: skip
@@ -61,9 +62,7 @@ def _page_summaries_kernel(
     j = first_page + tl.program_id(0)
     k_at = k_ptr + b * stride_kb + g * stride_kg
     at = b * stride_hb + g * stride_hg + j.to(tl.int64) * stride_hn
-    _summarise_page(
-        k_at, stride_kn, hi_ptr + at, lo_ptr + at, j, n_sinks, PAGE, D, BLOCK_D, MEANSTD
-    )
+    summarise_page(k_at, stride_kn, hi_ptr + at, lo_ptr + at, j, n_sinks, PAGE, D, BLOCK_D, MEANSTD)
 
 
 def page_summaries(
@@ -81,7 +80,7 @@ def page_summaries(
     k f16 (B, G, capacity, d), any strides of rows. n_sinks < page: rows of page 0 that are left out
     of its summary. They are attended to anyway, and their large elements would widen the bounds.
     """
-    _check_summaries(k, hi, lo, page, last_page, n_sinks)
+    check_summaries(k, hi, lo, page, last_page, n_sinks)
     if last_page * page > k.shape[2]:
         raise ValueError(f"last_page = {last_page}: k has {k.shape[2]} rows")
     n_batch, n_kv_head, _, d = k.shape
@@ -92,9 +91,10 @@ def page_summaries(
         )  # fmt: skip
 
 
-def _check_summaries(
+def check_summaries(
     k: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor, page: int, n_page: int, n_sinks: int
 ) -> None:
+    """Raises ValueError unless the summaries hi, lo of n_page pages fit the rows k."""
     check("k", k, torch.float16, (None, None, None, None), k.device, strided=True)
     n_batch, n_kv_head, _, d = k.shape
     check("hi", hi, torch.float16, (n_batch, n_kv_head, None, d), k.device, strided=True)
@@ -105,55 +105,3 @@ def _check_summaries(
         raise ValueError(f"hi has room for {hi.shape[2]} pages: expected {n_page}")
     if not 0 <= n_sinks < page:
         raise ValueError(f"n_sinks = {n_sinks}: expected 0 to page - 1 = {page - 1}")
-
-
-@triton.jit
-def _append_row_kernel(
-    n_ptr, k_new_ptr, v_new_ptr, k_ptr, v_ptr, hi_ptr, lo_ptr, n_sinks, n_kv_head,
-    stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_hb, stride_hg,
-    stride_hn, PAGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, MEANSTD: tl.constexpr,
-):  # fmt: skip
-    unit = tl.program_id(0)
-    b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
-    n = tl.load(n_ptr + b)
-    row = (n - 1).to(tl.int64)
-    k_at = k_ptr + b * stride_kb + g * stride_kg
-    v_at = v_ptr + b * stride_vb + g * stride_vg + row * stride_vn
-    store_row(k_new_ptr + unit * D, k_at + row * stride_kn, tl.arange(0, BLOCK_D), D)
-    store_row(v_new_ptr + unit * D_V, v_at, tl.arange(0, BLOCK_V), D_V)
-    if n % PAGE == 0:
-        tl.debug_barrier()  # the summary reads what other threads have stored
-        j = n // PAGE - 1
-        at = b * stride_hb + g * stride_hg + j.to(tl.int64) * stride_hn
-        _summarise_page(
-            k_at, stride_kn, hi_ptr + at, lo_ptr + at, j, n_sinks, PAGE, D, BLOCK_D, MEANSTD
-        )
-
-
-def append_row(
-    new: NewRow,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    hi: torch.Tensor,
-    lo: torch.Tensor,
-    n: torch.Tensor,
-    page: int,
-    meanstd: bool,
-    n_sinks: int = 0,
-) -> None:
-    """Writes the last row of each sequence, and the summary of a page that it completes.
-
-    The row is written to k f16 (B, G, capacity, d) and v (B, G, capacity, d_v). n int32 (B,): rows
-    in context, the last one included. hi, lo, page, meanstd, n_sinks: see ``page_summaries``.
-    """
-    n_batch, n_kv_head, _, d = k.shape
-    d_v = v.shape[3]
-    check("n", n, torch.int32, (n_batch,), k.device)
-    check_new(new, k, v, d)
-    _check_summaries(k, hi, lo, page, 0, n_sinks)
-    _append_row_kernel[(n_batch * n_kv_head,)](
-        n, *new, k, v, hi, lo, n_sinks, n_kv_head, *k.stride()[:3], *v.stride()[:3],
-        *hi.stride()[:3], PAGE=page, D=d, D_V=d_v, BLOCK_D=_width(d, d), BLOCK_V=_width(d_v, d_v),
-        MEANSTD=meanstd, num_warps=1,
-    )  # fmt: skip

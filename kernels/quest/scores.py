@@ -1,7 +1,8 @@
 """Scores of pages on the GPU, for Quest and FreeKV: the mean of a group's softmax.
 
-cpu/quest/pages.py defines the scores of pages. The first launch writes the scores of each head.
-The second launch pools them.
+cpu/quest/pages.py defines the scores of pages. Several programs score the pages of a kv head, a
+split each (``score_split``). Each counts its arrival when it is done. The last to arrive pools the
+scores of all (``pool_splits``), and goes on with the choice. No program waits for another.
 """
 
 from typing import NamedTuple
@@ -11,7 +12,13 @@ import triton
 import triton.language as tl
 
 from sparsekv_cli.kernels.attention.decode import QUERY_TYPES, TILE, _tiling, _width
+from sparsekv_cli.kernels.attention.select import REGISTERS
+from sparsekv_cli.kernels.attention.threshold import order_keys
 from sparsekv_cli.kernels.checks import check
+
+PIECE = 1024  # pages that are pooled, and rows that are listed, at a time
+READ_AGAIN = 2048  # keys that are read at a time if they are read again and again
+NONE_ARRIVED = -1  # what ``arrived`` holds between launches
 
 
 @triton.jit
@@ -54,30 +61,23 @@ def score_pages(
     return tl.dot(down_low, tl.trans(lo), acc=scores) * scale
 
 
-@triton.jit(do_not_specialize=["n_split"])
-def _head_scores_kernel(
-    q_ptr, hi_ptr, lo_ptr, n_ptr, budget_ptr, wanted_ptr, out_ptr, peak_ptr, mass_ptr, n_page_ptr,
-    n_best_ptr, scale, first, recent, reserved, least, n_kv_head, n_split,
-    stride_hb, stride_hg, stride_hn, stride_ob, stride_oh,
-    PAGE: tl.constexpr, GROUP: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SOME: tl.constexpr,
+@triton.jit
+def score_split(
+    q_ptr, hi_ptr, lo_ptr, scores_ptr, peak_ptr, mass_ptr, at, stride_hn, n_page, scale, n_split,
+    n_page_max,
+    GROUP: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Writes each head's scores, and peak and mass of their softmax over the split."""
+    """Writes each head's scores of a split's pages, and peak and mass of their softmax.
+
+    at: offset of the first candidate's summary. n_page: candidates of the kv head.
+    """
     split, unit = tl.program_id(0), tl.program_id(1)
-    b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
-    n = tl.load(n_ptr + b)
-    n_page = tl.maximum((n - recent) // PAGE - first, 0)
-    if (split == 0) & (g == 0):
-        n_best = tl.maximum((tl.load(budget_ptr + b) - reserved) // PAGE, least)
-        tl.store(n_page_ptr + b, n_page)
-        tl.store(n_best_ptr + b, n_best)
-    if SOME:
-        n_page = tl.where(tl.load(wanted_ptr + unit) > 0, n_page, 0)
     chunk = tl.cdiv(tl.cdiv(n_page, n_split), BLOCK_N) * BLOCK_N
     last = tl.minimum((split + 1) * chunk, n_page)
     up_high, up_low, down_high, down_low = split_query(q_ptr, unit, GROUP, TILE_H, D, BLOCK_D)
     t = tl.arange(0, TILE_H)
-    at = b * stride_hb + g * stride_hg + first * stride_hn
+    head = unit.to(tl.int64) * GROUP + t
     peak = tl.full([TILE_H], float("-inf"), tl.float32)
     mass = tl.zeros([TILE_H], tl.float32)
     for start in range(split * chunk, last, BLOCK_N):
@@ -86,7 +86,7 @@ def _head_scores_kernel(
             up_high, up_low, down_high, down_low, hi_ptr, lo_ptr, at, stride_hn, j, last, scale, D,
             BLOCK_D,
         )  # fmt: skip
-        out_at = out_ptr + b * stride_ob + (g * GROUP + t)[:, None] * stride_oh + j[None, :]
+        out_at = scores_ptr + head[:, None] * n_page_max + j[None, :]
         tl.store(out_at, scores, mask=(t < GROUP)[:, None] & (j < last)[None, :])
         scores = tl.where((j < last)[None, :], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
@@ -98,51 +98,92 @@ def _head_scores_kernel(
     tl.store(mass_ptr + piece, mass, mask=t < GROUP)
 
 
-@triton.jit(do_not_specialize=["n_split"])
-def _pool_softmax_kernel(
-    scores_ptr, peak_ptr, mass_ptr, n_page_ptr, wanted_ptr, out_ptr, n_kv_head, n_split,
-    stride_sb, stride_sh, stride_ob, stride_og,
-    GROUP: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, SOME: tl.constexpr,
+@triton.jit
+def arrive_last(arrived_at, n_split):
+    """Counts that a program has written its split. Returns whether it is the last of n_split.
+
+    The last program may read what all have written, but not from the cache of its multiprocessor.
+    """
+    tl.debug_barrier()  # the program's other warps have written, too
+    is_last = tl.atomic_add(arrived_at, 1, sem="acq_rel", scope="gpu") == n_split - 2
+    if is_last:
+        tl.store(arrived_at, -1)
+    return is_last
+
+
+@triton.jit
+def pool_splits(
+    scores_ptr, peak_ptr, mass_ptr, keys_at, unit, n_page, n_split, n_page_max,
+    GROUP: tl.constexpr, TILE_G: tl.constexpr, BLOCK_S: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    chunk, unit = tl.program_id(0), tl.program_id(1)
-    b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
-    n_page = tl.load(n_page_ptr + b)
-    if SOME:
-        n_page = tl.where(tl.load(wanted_ptr + unit) > 0, n_page, 0)
-    j = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
-    s = tl.arange(0, BLOCK_S)
-    pooled = tl.zeros([BLOCK_N], tl.float32)
-    if chunk * BLOCK_N < n_page:
-        for t in tl.static_range(GROUP):
-            head = g * GROUP + t
-            at = s * tl.num_programs(1) * GROUP + unit * GROUP + t
-            peaks = tl.load(peak_ptr + at, mask=s < n_split, other=float("-inf"))
-            masses = tl.load(mass_ptr + at, mask=s < n_split, other=0.0)
-            peak = tl.max(peaks, 0)
-            mass = tl.sum(masses * tl.exp2((peaks - peak) * 1.4426950408889634), 0)
-            scores = tl.load(
-                scores_ptr + b * stride_sb + head * stride_sh + j, mask=j < n_page,
-                other=float("-inf"),
-            )  # fmt: skip
-            pooled += tl.exp2((scores - peak) * 1.4426950408889634) / (mass * GROUP)
-        tl.store(out_ptr + b * stride_ob + g * stride_og + j, pooled, mask=j < n_page)
+    """Writes the keys (``order_keys``) of the mean of a group's softmax over the candidates."""
+    t, s = tl.arange(0, TILE_G), tl.arange(0, BLOCK_S)
+    at = (s[None, :] * tl.num_programs(1) + unit) * GROUP + t[:, None]
+    is_part = (t < GROUP)[:, None] & (s < n_split)[None, :]
+    peaks = tl.load(peak_ptr + at, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+    masses = tl.load(mass_ptr + at, mask=is_part, other=0.0, cache_modifier=".cg")
+    peak = tl.where((t < GROUP) & (n_page > 0), tl.max(peaks, 1), 0.0)
+    mass = tl.sum(masses * tl.exp2((peaks - peak[:, None]) * 1.4426950408889634), 1)
+    mass = tl.where(t < GROUP, mass, 1.0)
+    head = unit.to(tl.int64) * GROUP + t
+    for start in range(0, n_page, PIECE):
+        j = start + tl.arange(0, PIECE)
+        scores = tl.load(
+            scores_ptr + head[:, None] * n_page_max + j[None, :],
+            mask=(t < GROUP)[:, None] & (j < n_page)[None, :], other=float("-inf"),
+            cache_modifier=".cg",
+        )  # fmt: skip
+        shares = tl.exp2((scores - peak[:, None]) * 1.4426950408889634) / (mass[:, None] * GROUP)
+        tl.store(keys_at + j, order_keys(tl.sum(shares, 0)), mask=j < n_page)
 
 
-class PooledPages(NamedTuple):
-    """Scores of the candidates of B sequences, and the number of pages to choose."""
+class PageScratch(NamedTuple):
+    """Memory between the programs of a launch that chooses pages, S splits."""
 
-    scores: torch.Tensor  # f32 (B, G, n_page_max), of the pages from the first candidate on
-    n_page: torch.Tensor  # int32 (B,): candidates
-    n_best: torch.Tensor  # int32 (B,): pages that a kv head chooses
+    scores: torch.Tensor  # f32 (B, H, n_page_max)
+    peak: torch.Tensor  # f32 (S, B, H)
+    mass: torch.Tensor  # f32 (S, B, H)
+    keys: torch.Tensor  # int32 (B, G, n_page_max), of the pooled scores
 
 
-def pooled_pages(
-    n_batch: int, n_kv_head: int, n_page_max: int, device: torch.device
-) -> PooledPages:
-    """Allocates the result of ``softmax_scores``."""
-    n_page, n_best = torch.empty(2, n_batch, dtype=torch.int32, device=device)
-    shape = (n_batch, n_kv_head, n_page_max)
-    return PooledPages(torch.empty(shape, dtype=torch.float32, device=device), n_page, n_best)
+class PageTiling(NamedTuple):
+    """A launch over splits and kv heads, and the constants of its kernel."""
+
+    grid: tuple[int, int]
+    constants: dict[str, int]
+    n_warp: int
+
+
+def page_tiling(n_batch: int, n_head: int, n_kv_head: int, d: int, n_page_max: int) -> PageTiling:
+    """Returns how a launch chooses among at most n_page_max pages."""
+    group = n_head // n_kv_head
+    block_n, n_split = _tiling(n_batch * n_kv_head, n_page_max, _width(d, d))
+    fits = n_page_max <= REGISTERS
+    block = max(64, triton.next_power_of_2(n_page_max)) if fits else min(REGISTERS, READ_AGAIN)
+    constants = {
+        "GROUP": group, "TILE_H": max(TILE, triton.next_power_of_2(group)),
+        "TILE_G": triton.next_power_of_2(group), "D": d, "BLOCK_D": _width(d, d),
+        "BLOCK_N": block_n, "BLOCK_S": triton.next_power_of_2(n_split), "BLOCK": block,
+        "FITS": fits, "PIECE": min(block, PIECE),
+    }  # fmt: skip
+    n_warp = 4 if n_page_max <= REGISTERS // 2 else 8
+    return PageTiling((n_split, n_batch * n_kv_head), constants, n_warp)
+
+
+def page_scratch(
+    n_batch: int, n_head: int, n_kv_head: int, d: int, n_page_max: int, device: torch.device
+) -> PageScratch:
+    """Allocates scratch for a launch that chooses among at most n_page_max pages."""
+    n_split = page_tiling(n_batch, n_head, n_kv_head, d, n_page_max).grid[0]
+    shapes = (n_batch, n_head, n_page_max), (n_split, n_batch, n_head), (n_split, n_batch, n_head)
+    floats = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
+    keys = torch.empty(n_batch, n_kv_head, n_page_max, dtype=torch.int32, device=device)
+    return PageScratch(*floats, keys)
+
+
+def none_arrived(n_batch: int, n_kv_head: int, device: torch.device) -> torch.Tensor:
+    """Returns the counts of arrivals of a launch that has not begun, int32 (B, G)."""
+    return torch.full((n_batch, n_kv_head), NONE_ARRIVED, dtype=torch.int32, device=device)
 
 
 def check_scored(
@@ -151,9 +192,9 @@ def check_scored(
     lo: torch.Tensor,
     n: torch.Tensor,
     budget: torch.Tensor,
-    out: PooledPages,
+    arrived: torch.Tensor,
 ) -> None:
-    """Raises ValueError unless the arguments of ``softmax_scores`` fit each other."""
+    """Raises ValueError unless the arguments of a launch that chooses pages fit each other."""
     n_batch, n_head, d = q.shape
     n_kv_head, device = hi.shape[1], q.device
     check("q", q, QUERY_TYPES, (None, None, None), device)
@@ -161,91 +202,20 @@ def check_scored(
     check("lo", lo, torch.float16, tuple(hi.shape), device, strided=True)
     check("n", n, torch.int32, (n_batch,), device)
     check("budget", budget, torch.int32, (n_batch,), device)
+    check("arrived", arrived, torch.int32, (n_batch, n_kv_head), device)
     if n_head % n_kv_head:
         raise ValueError(f"q has {n_head} heads: expected a multiple of hi's {n_kv_head}")
     if hi.stride() != lo.stride():
         raise ValueError(f"lo has strides {lo.stride()}: expected hi's, {hi.stride()}")
-    check("out.scores", out.scores, torch.float32, (n_batch, n_kv_head, None), device)
-    check("out.n_page", out.n_page, torch.int32, (n_batch,), device)
-    check("out.n_best", out.n_best, torch.int32, (n_batch,), device)
 
 
-class PageCandidates(NamedTuple):
-    """The candidates are the pages first..(n - recent) // page - 1.
-
-    max(least, (budget - reserved) // page) of them are chosen. reserved: rows that are attended to
-    in addition.
-    """
-
-    first: int
-    recent: int
-    reserved: int
-    least: int = 0
-
-
-class PageScratch(NamedTuple):
-    """Memory between the two launches of ``softmax_scores``, S splits."""
-
-    scores: torch.Tensor  # f32 (B, H, n_page_max)
-    peak: torch.Tensor  # f32 (S, B, H)
-    mass: torch.Tensor  # f32 (S, B, H)
-
-
-def page_scratch(
-    n_batch: int, n_head: int, n_kv_head: int, d: int, n_page_max: int, device: torch.device
-) -> PageScratch:
-    """Allocates scratch for ``softmax_scores``."""
-    _, n_split = _tiling(n_batch * n_kv_head, n_page_max, _width(d, d))
-    shapes = (n_batch, n_head, n_page_max), (n_split, n_batch, n_head), (n_split, n_batch, n_head)
-    return PageScratch(*(torch.empty(s, dtype=torch.float32, device=device) for s in shapes))
-
-
-def softmax_scores(
-    q: torch.Tensor,
-    hi: torch.Tensor,
-    lo: torch.Tensor,
-    n: torch.Tensor,
-    budget: torch.Tensor,
-    n_page_max: int,
-    page: int,
-    scale: float,
-    candidates: PageCandidates,
-    wanted: torch.Tensor | None = None,
-    out: PooledPages | None = None,
-    scratch: PageScratch | None = None,
-) -> PooledPages:
-    """Returns the mean of the group's softmax over the candidates, and the number to choose.
-
-    A head's score of a page is scale (relu(q) . hi - relu(-q) . lo). q (B, H, d); hi, lo f16 (B, G,
-    pages, d); n, budget int32 (B,): rows in context, and rows to attend to. There are at most
-    n_page_max candidates. wanted int32 (B, G), if given: kv heads whose entry is 0 do not choose,
-    and their scores are not written. out: memory for the result, for n_page_max pages.
-    """
+def check_scratch(scratch: PageScratch, q: torch.Tensor, n_kv_head: int, n_page_max: int) -> None:
+    """Raises ValueError unless ``scratch`` fits."""
     n_batch, n_head, d = q.shape
-    n_kv_head, device = hi.shape[1], q.device
-    if out is None:
-        out = pooled_pages(n_batch, n_kv_head, n_page_max, device)
-    if scratch is None:
-        scratch = page_scratch(n_batch, n_head, n_kv_head, d, n_page_max, device)
-    check_scored(q, hi, lo, n, budget, out)
-    if wanted is not None:
-        check("wanted", wanted, torch.int32, (n_batch, n_kv_head), device)
-    block, n_split = _tiling(n_batch * n_kv_head, n_page_max, _width(d, d))
-    scores, peak, mass = scratch
-    check("scratch.scores", scores, torch.float32, (n_batch, n_head, n_page_max), device)
-    check("scratch.peak", peak, torch.float32, (n_split, n_batch, n_head), device)
-    check("scratch.mass", mass, torch.float32, (n_split, n_batch, n_head), device)
-    group = n_head // n_kv_head
-    _head_scores_kernel[(n_split, n_batch * n_kv_head)](
-        q, hi, lo, n, budget, wanted, scores, peak, mass, out.n_page, out.n_best, scale,
-        *candidates, n_kv_head, n_split, *hi.stride()[:3], *scores.stride()[:2],
-        PAGE=page, GROUP=group, TILE_H=max(TILE, triton.next_power_of_2(group)), D=d,
-        BLOCK_D=_width(d, d), BLOCK_N=block, SOME=wanted is not None, num_warps=4, num_stages=3,
-    )  # fmt: skip
-    _pool_softmax_kernel[(triton.cdiv(n_page_max, 256), n_batch * n_kv_head)](
-        scores, peak, mass, out.n_page, wanted, out.scores, n_kv_head, n_split,
-        *scores.stride()[:2], *out.scores.stride()[:2],
-        GROUP=group, BLOCK_S=triton.next_power_of_2(n_split), BLOCK_N=256,
-        SOME=wanted is not None, num_warps=2,
-    )  # fmt: skip
-    return out
+    n_split = page_tiling(n_batch, n_head, n_kv_head, d, n_page_max).grid[0]
+    f32, parts = torch.float32, (n_split, n_batch, n_head)
+    check("scratch.scores", scratch.scores, f32, (n_batch, n_head, n_page_max), q.device)
+    check("scratch.peak", scratch.peak, f32, parts, q.device)
+    check("scratch.mass", scratch.mass, f32, parts, q.device)
+    shape = n_batch, n_kv_head, n_page_max
+    check("scratch.keys", scratch.keys, torch.int32, shape, q.device)

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sparsekv_cli.kernels.attention.select import GroupTops, parts_of_tops
+from sparsekv_cli.kernels.attention.threshold import LEAST, order_keys, write_tops
 from sparsekv_cli.kernels.checks import check
 from sparsekv_cli.kernels.sals.latent import ROPE_BLOCK, DeviceBasis, _cos_sin
 
@@ -131,9 +133,10 @@ def _head_lse_kernel(
 
 @triton.jit
 def _importance_kernel(
-    scores_ptr, lse_ptr, n_ptr, out_ptr, n_head, stride_sb, stride_sh, stride_ob,
-    BLOCK: tl.constexpr,
+    scores_ptr, lse_ptr, n_ptr, out_ptr, tops_ptr, n_head, n_group, stride_sb, stride_sh, stride_ob,
+    BLOCK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
+    """SIZE: see attention/scores.py."""
     b = tl.program_id(1).to(tl.int64)
     n = tl.load(n_ptr + b)
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -143,6 +146,16 @@ def _importance_kernel(
         at = scores_ptr + b * stride_sb + h * stride_sh + j
         total += tl.exp(tl.load(at, mask=j < n, other=float("-inf")) - lse)
     tl.store(out_ptr + b * stride_ob + j, total, mask=j < n)
+    if SIZE > 0:
+        _write_tops(total, j < n, tops_ptr, b, tl.program_id(0) * BLOCK, n_group, SIZE)
+
+
+@triton.jit
+def _write_tops(scores, is_token, tops_ptr, b, start, n_group, SIZE: tl.constexpr):
+    """``write_tops`` of a tile of a sequence's scores."""
+    keys = tl.where(is_token, order_keys(scores), LEAST)
+    at = b + tl.arange(0, 1)
+    write_tops(keys[None, :], tops_ptr + at * n_group, at >= 0, start, n_group, SIZE)
 
 
 def score_latents(
@@ -156,13 +169,15 @@ def score_latents(
     scale: float,
     first: int,
     exact_lse: torch.Tensor,
+    tops: GroupTops | None = None,
 ) -> torch.Tensor:
     """Returns the sum over the heads of their softmax weights of the latents, f32 (B, 1, n_max).
 
     q f32 (B, H, d), rotated to its position. damp f32 (pairs,): factors of the rotated pairs; 0 for
     pairs that rotate much within a block. latents f16 (B, capacity, r), by position. The positions
     first .. first + n[b] are scored, n int32 (B,) <= n_max, by their first ``score_rank`` columns.
-    exact_lse f32 (B, H): log of the sum of exponentials of the other rows' scores.
+    exact_lse f32 (B, H): log of the sum of exponentials of the other rows' scores. tops: memory for
+    what ``select_largest`` needs of long rows.
     """
     n_batch, n_head, d = q.shape
     capacity, r = latents.shape[1:]
@@ -199,18 +214,20 @@ def score_latents(
         peaks, masses, exact_lse, lse, n_head, n_chunk, BLOCK=256, num_warps=2
     )
     out = torch.empty(n_batch, 1, n_max, dtype=torch.float32, device=device)
+    top_keys, n_group, size = parts_of_tops(tops, n_batch, 1, n_max, device)
     _importance_kernel[(triton.cdiv(n_max, IMPORTANCE_TILE), n_batch)](
-        scores, lse, n, out, n_head, *scores.stride()[:2], n_max, BLOCK=IMPORTANCE_TILE,
-        num_warps=4,
+        scores, lse, n, out, top_keys, n_head, n_group, *scores.stride()[:2], n_max,
+        BLOCK=IMPORTANCE_TILE, SIZE=size, num_warps=4,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _score_summed_kernel(
-    query_ptr, latents_ptr, n_ptr, out_ptr, first, capacity, r, n_max,
-    R_STAR: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
+    query_ptr, latents_ptr, n_ptr, out_ptr, tops_ptr, first, capacity, r, n_max, n_group,
+    R_STAR: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
+    """SIZE: see attention/scores.py."""
     b = tl.program_id(1).to(tl.int64)
     n = tl.load(n_ptr + b)
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -224,15 +241,22 @@ def _score_summed_kernel(
         latents = tl.load(latents_at + column[None, :], mask=mask, other=0.0)
         total += tl.sum(latents.to(tl.float32) * query[None, :], axis=1)
     tl.store(out_ptr + b * n_max + j, total, mask=j < n)
+    if SIZE > 0:
+        _write_tops(total, j < n, tops_ptr, b, tl.program_id(0) * BLOCK, n_group, SIZE)
 
 
 def score_summed(
-    query: torch.Tensor, latents: torch.Tensor, n: torch.Tensor, n_max: int, first: int
+    query: torch.Tensor,
+    latents: torch.Tensor,
+    n: torch.Tensor,
+    n_max: int,
+    first: int,
+    tops: GroupTops | None = None,
 ) -> torch.Tensor:
     """Returns the paper's scores f32 (B, 1, n_max).
 
     query f32 (B, r*): the sum of all heads' queries. latents f16 (B, capacity, r): the positions
-    first .. first + n[b] are scored by their first r* columns.
+    first .. first + n[b] are scored by their first r* columns. tops: see ``score_latents``.
     """
     n_batch, score_rank = query.shape
     capacity, r = latents.shape[1:]
@@ -240,8 +264,9 @@ def score_summed(
     check("latents", latents, torch.float16, (n_batch, None, None), query.device)
     check("n", n, torch.int32, (n_batch,), query.device)
     out = torch.empty(n_batch, 1, n_max, dtype=torch.float32, device=query.device)
+    top_keys, n_group, size = parts_of_tops(tops, n_batch, 1, n_max, query.device)
     _score_summed_kernel[(triton.cdiv(n_max, 64), n_batch)](
-        query, latents, n, out, first, capacity, r, n_max, R_STAR=score_rank,
-        BLOCK_C=min(128, triton.next_power_of_2(score_rank)), BLOCK=64, num_warps=4,
+        query, latents, n, out, top_keys, first, capacity, r, n_max, n_group, R_STAR=score_rank,
+        BLOCK_C=min(128, triton.next_power_of_2(score_rank)), BLOCK=64, SIZE=size, num_warps=4,
     )  # fmt: skip
     return out

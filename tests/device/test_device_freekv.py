@@ -231,7 +231,10 @@ def test_a_step_under_one_key_allocates_nothing_that_stays():
     for _ in range(3):
         keys.append(prepare(cache, cache.n + 1, 120))
         places.append(
-            [x.data_ptr() for x in (*cache._pages.arrays, *cache._work.pooled, cache._work.idx)]
+            [
+                x.data_ptr()
+                for x in (*cache._pages.arrays, *cache._work.choice.scratch, cache._work.idx)
+            ]
         )
         decode(cache, stream.rows(1), n_max=120)
     assert keys[0] == keys[1] == keys[2] and places[0] == places[1] == places[2]

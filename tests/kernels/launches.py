@@ -15,10 +15,10 @@ from sparsekv_cli.kernels.attention import decode, recent, scores, select
 from sparsekv_cli.kernels.attention.decode import NewRow
 from sparsekv_cli.kernels.clock import take_time
 from sparsekv_cli.kernels.fasa import chunks, row_cache
-from sparsekv_cli.kernels.freekv import correction, recall
+from sparsekv_cli.kernels.freekv import choice, correction, recall
 from sparsekv_cli.kernels.freekv import pages as page_cache
 from sparsekv_cli.kernels.layer import decode as layer
-from sparsekv_cli.kernels.quest import page_rows, pages
+from sparsekv_cli.kernels.quest import pages, step
 from sparsekv_cli.kernels.quest import scores as of_quest
 from sparsekv_cli.kernels.sals import attention, latent
 from sparsekv_cli.kernels.sals import scores as of_sals
@@ -76,7 +76,9 @@ def attention_scores() -> Launches:
         k = torch.empty(2, n_kv, 32768, d, dtype=torch.float16)
         q, new = torch.empty(2, n_head, d), torch.empty(2, n_kv, d)
         for n_max in (64, 32768) if n_kv == 8 else (32768,):
-            yield partial(scores.score_rows, q, k, n, n_max, 1.0, new=NewRow(new, new), v=k)
+            tops = select.empty_tops(2, n_head, n_max, 512, CPU)
+            row = NewRow(new, new)
+            yield partial(scores.score_rows, q, k, n, n_max, 1.0, new=row, v=k, tops=tops)
 
 
 def attention_select() -> Launches:
@@ -90,8 +92,7 @@ def attention_select() -> Launches:
         (131072, 32768),
     ):
         scores = torch.empty(2, 8, n_max)
-        wanted = torch.ones(2, 8, dtype=torch.int32) if n_max == 8192 else None
-        yield partial(select.select_largest, scores, n, n_max, n, k_max, 4, 16, wanted=wanted)
+        yield partial(select.select_largest, scores, n, n_max, n, k_max, 4, 16)
 
 
 def clock() -> Launches:
@@ -113,6 +114,8 @@ def fasa_chunks() -> Launches:
         score = partial(chunks.score_chunks, q, dims[:, :n_dim], dom, n, capacity)
         if (n_kv, n_dim) == (8, 32):
             yield partial(score, new=NewRow(new, new), into=(v, v))
+            tops = select.GroupTops(torch.zeros(2, n_head, capacity // 8, dtype=torch.int32), 8)
+            yield partial(score, new=NewRow(new, new), into=(v, v), tops=tops)
         yield partial(score, new=NewRow(new, new), into=(rest, v), k_dims=dims[:, n_dim:])
 
 
@@ -132,6 +135,24 @@ def fasa_row_cache() -> Launches:
         yield partial(row_cache.fetch_rows, slots, dom, rest, v)
 
 
+def freekv_choice() -> Launches:
+    n = torch.zeros(1, dtype=torch.int32)
+    for n_head, n_kv, d, page, m, n_page in (
+        (32, 8, 128, 32, 16, 1024), (32, 8, 128, 32, 128, 8192), (32, 32, 128, 8, 54, 1024),
+        (9, 3, 64, 4, 108, 64), (6, 2, 80, 5, 3, 16384),
+    ):  # fmt: skip
+        layout = page_cache.Layout(4, 5, meanstd=True)
+        pages = page_cache.empty_pages(1, n_kv, d, d, page, n_page, 2 * m, m, layout, CPU)
+        q, lists = torch.empty(1, n_head, d), torch.zeros(1, n_kv, m, dtype=torch.int32)
+        heads = lists[..., 0].contiguous()
+        scratch = of_quest.page_scratch(1, n_head, n_kv, d, n_page, CPU)
+        buffers = choice.ChoiceBuffers(heads, heads, lists, scratch)
+        choose = partial(choice.choose_pages, pages, layout, q, n, n, 64, 192, 1.0, buffers)
+        yield partial(choose, q=q, previous=q)
+        if n_kv == 8:
+            yield choose
+
+
 def freekv_correction() -> Launches:
     n, layout = torch.zeros(1, dtype=torch.int32), page_cache.Layout(4, 5, meanstd=True)
     for n_head, n_kv, d, page in ((32, 8, 128, 32), (32, 32, 128, 8), (9, 3, 64, 8), (6, 2, 80, 5)):
@@ -145,22 +166,16 @@ def freekv_correction() -> Launches:
 
 def freekv_recall() -> Launches:
     n = torch.zeros(1, dtype=torch.int32)
-    for n_head, n_kv, d, page, m in (
-        (32, 8, 128, 32, 128), (32, 32, 128, 8, 54), (9, 3, 64, 4, 108), (6, 2, 80, 5, 3)
-    ):  # fmt: skip
+    for n_kv, d, page, m in ((8, 128, 32, 128), (32, 128, 8, 54), (3, 64, 4, 108), (2, 80, 5, 3)):
         layout = page_cache.Layout(4, 5, meanstd=page != 32)
         pages = page_cache.empty_pages(1, n_kv, d, d, page, 100, 2 * m, m, layout, CPU)
-        q = torch.empty(1, n_head, d)
         heads, lists = torch.zeros(1, n_kv, dtype=torch.int32), torch.zeros(1, n_kv, 8192).int()
         leave = partial(recall.offload_pages, pages, layout, n, 64)
         apart = torch.zeros(1, dtype=torch.int64)
         yield partial(leave, ahead=1, budget=n, reserved=9, wanted=heads)
-        assign = partial(recall.assign_slots, pages, layout, lists, heads, heads, n, n, 64, 128)
-        yield partial(assign, q=q, previous=q)
         yield partial(recall.fetch_pages, pages, layout, n, 64, lists, heads)
         if n_kv == 8:
             yield leave
-            yield assign
             yield partial(leave, pools=apart)
             yield partial(recall.fetch_pages, pages, layout, pools=apart)
             yield partial(recall.fetch_pages, pages, layout)
@@ -174,7 +189,7 @@ def summaries_of_pages() -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]
         (9, 3, 64, 16),
         (6, 2, 80, 5),
     ):
-        hi = torch.empty(2, n_kv, 8192, d, dtype=torch.float16)
+        hi = torch.empty(2, n_kv, 16384, d, dtype=torch.float16)
         yield n_kv, page, torch.empty(2, n_head, d), hi
 
 
@@ -203,32 +218,27 @@ def layer_decode() -> Launches:
             )  # fmt: skip
 
 
-def quest_page_rows() -> Launches:
-    n = torch.zeros(2, dtype=torch.int32)
-    chosen = torch.zeros(2, 8, 32, dtype=torch.int32)
-    for page, n_sinks in ((16, 4), (5, 11), (32, 0)):
-        yield partial(page_rows.page_rows, chosen, chosen[:, :, 0].contiguous(), n, page, n_sinks)
-
-
 def quest_pages() -> Launches:
-    n = torch.zeros(2, dtype=torch.int32)
     for n_kv, d, page in ((8, 128, 16), (32, 128, 32), (3, 64, 16), (2, 80, 5)):
         k = torch.empty(2, n_kv, 8192 * page // 4, d, dtype=torch.float16)
         hi = torch.empty(2, n_kv, 8192, d, dtype=torch.float16)
-        new = NewRow(torch.empty(2, n_kv, d), torch.empty(2, n_kv, d))
         for meanstd in (True, False) if n_kv == 8 else (True,):
             yield partial(pages.page_summaries, k, hi, hi, page, meanstd, 0, 100)
-            yield partial(pages.append_row, new, k, k, hi, hi, n, page, meanstd, 4)
 
 
-def quest_scores() -> Launches:
+def quest_step() -> Launches:
     n = torch.zeros(2, dtype=torch.int32)
     for n_kv, page, q, hi in summaries_of_pages():
-        score = partial(of_quest.softmax_scores, q, hi, hi, n, n)
-        wanted = torch.zeros(2, n_kv, dtype=torch.int32)
-        yield partial(score, 8192, page, 1.0, of_quest.PageCandidates(4, 64, 80), wanted)
-        for n_page_max in (8192, 64) if n_kv == 8 else ():
-            yield partial(score, n_page_max, page, 1.0, of_quest.PageCandidates(0, 1, 1))
+        d = q.shape[2]
+        arrived, new = torch.zeros(2, n_kv, dtype=torch.int32), torch.empty(2, n_kv, d)
+        for n_page in (8192, 2048, 64, 16384) if n_kv == 8 else (8192,):
+            k = torch.empty(2, n_kv, n_page * page, d, dtype=torch.float16)
+            few = hi[:, :, :n_page].contiguous()
+            for meanstd in (True, False) if n_page == 2048 else (False,):
+                yield partial(
+                    step.step_rows, q, NewRow(new, new), k, k, few, few, arrived, n, n, 32,
+                    step.PageRules(page, meanstd, 4, 1.0),
+                )  # fmt: skip
 
 
 def sals_attention() -> Launches:
@@ -269,7 +279,8 @@ def sals_latent() -> Launches:
 
 
 def sals_scores() -> Launches:
-    capacity = 8192
+    capacity = 16384
+    tops = select.empty_tops(2, 1, capacity, 512, CPU)
     for n_head, n_kv, d, n_rot, rank in ((32, 8, 128, 128, 256), (32, 32, 128, 128, 1024),
                                          (9, 3, 64, 64, 48), (6, 2, 80, 40, 40)):  # fmt: skip
         ones, theta = np.ones(n_kv * d), np.ones(n_rot // 2)
@@ -278,9 +289,10 @@ def sals_scores() -> Launches:
         n = torch.zeros(2, dtype=torch.int32)
         yield partial(
             of_sals.score_latents, torch.zeros(2, n_head, d), torch.zeros(n_rot // 2), basis,
-            latents, rank // 2, n, capacity, 1.0, 16, torch.zeros(2, n_head),
+            latents, rank // 2, n, capacity, 1.0, 16, torch.zeros(2, n_head), tops,
         )  # fmt: skip
-        yield partial(of_sals.score_summed, torch.zeros(2, rank // 2), latents, n, capacity, 16)
+        query = torch.zeros(2, rank // 2)
+        yield partial(of_sals.score_summed, query, latents, n, capacity, 16, tops)
 
 
 def weights_dequantize() -> Launches:
@@ -291,6 +303,8 @@ def weights_dequantize() -> Launches:
 def weights_matmul() -> Launches:
     for name in packed.PACKABLE:
         yield partial(dot.multiply, empty_matrix(name, 8192, 4096), torch.zeros(16, 4096))
+    pair = empty_matrix("Q4_K", 5120, 4096), empty_matrix("Q6_K", 1024, 4096)
+    yield partial(dot.multiply_pair, *pair, torch.zeros(16, 4096))
     # the columns in parts
     yield partial(dot.multiply, empty_matrix("Q4_K", 4096, 14336), torch.zeros(8, 14336))
 
@@ -300,6 +314,10 @@ def weights_matvec() -> Launches:
         w = empty_matrix(name, 8192, 4096)
         for n_batch in (1, 2) if name in ("Q4_K", "Q6_K", "F16") else (1,):
             yield partial(dot.multiply, w, torch.zeros(n_batch, 4096))
+    for second in ("Q6_K", "Q5_0"):
+        pair = empty_matrix("Q4_K", 5120, 4096), empty_matrix(second, 1024, 4096)
+        for n_batch in (1, 2):
+            yield partial(dot.multiply_pair, *pair, torch.zeros(n_batch, 4096))
     for name in ("Q4_0", "Q6_K"):  # one warp a row
         yield partial(dot.multiply, empty_matrix(name, 96, 768), torch.zeros(1, 768))
     yield partial(dot.multiply, empty_matrix("Q4_K", 4096, 14336), torch.zeros(1, 14336))

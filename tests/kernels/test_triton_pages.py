@@ -1,16 +1,15 @@
-"""Page summaries, pooled scores and rows of pages in Triton against numpy, on awkward sizes."""
+"""Page summaries and Quest's step in Triton against numpy, on awkward sizes."""
 
 import numpy as np
 import pytest
 import torch
 from sweeps import sweep
 
-from sparsekv_cli.cpu.freekv.choice import choose_pages_ref
-from sparsekv_cli.cpu.quest.pages import listed_rows_ref, page_summaries_ref
-from sparsekv_cli.kernels.attention import select
+from sparsekv_cli.cpu.quest.pages import page_scores_ref, page_summaries_ref, select_pages_ref
+from sparsekv_cli.kernels.attention import decode
 from sparsekv_cli.kernels.attention.decode import NewRow
-from sparsekv_cli.kernels.quest import page_rows, pages
-from sparsekv_cli.kernels.quest.scores import PageCandidates, pooled_pages, softmax_scores
+from sparsekv_cli.kernels.quest import pages, scores
+from sparsekv_cli.kernels.quest.step import PageRules, step_rows
 
 GEOMETRIES = [(1, 1, 64), (9, 3, 64), (4, 1, 80), (8, 1, 128)]
 
@@ -54,12 +53,14 @@ def test_steps_summarise_the_pages_that_they_complete(meanstd, device):
     at_once, stepped = (empty_summaries(2, 2, 5, 64, device) for _ in range(2))
     pages.page_summaries(rows.half(), *at_once, 4, meanstd, 0, 4, 3)
     k, v = (torch.full_like(rows, torch.nan).half() for _ in range(2))
+    arrived, q = scores.none_arrived(2, 2, k.device), random(2, 4, 64).to(device)
     for n in range(1, 18):
-        lengths = [n, max(1, n - 5)]
-        new = torch.stack([rows[b, :, n_rows - 1] for b, n_rows in enumerate(lengths)])
-        pages.append_row(
-            NewRow(new, new), k, v, *stepped, ints(lengths, device), 4, meanstd, n_sinks=3
-        )
+        lengths = ints([n, max(1, n - 5)], device)
+        new = torch.stack([rows[b, :, n_rows - 1] for b, n_rows in enumerate(lengths.tolist())])
+        step_rows(
+            q, NewRow(new, new), k, v, *stepped, arrived, lengths, lengths, 5,
+            PageRules(4, meanstd, 3, 1.0),
+        )  # fmt: skip
     for whole, grown in zip(at_once, stepped, strict=True):
         assert (whole[0] == grown[0]).all()
         assert (whole[1, :, :3] == grown[1, :, :3]).all() and (grown[1, :, 3:] == 7).all()
@@ -86,70 +87,88 @@ def scored(n_head, n_kv_head, d, sizes, page, device):
     return q.to(device), hi.to(device), lo.to(device)
 
 
+def listed(q, hi, lo, sizes, budgets, page, n_sinks, device, m=None, scale=None):
+    """The rows that a step lists, for each sequence and kv head."""
+    n_batch, _, d = q.shape
+    n_kv_head, capacity = hi.shape[1], max(sizes) + 1
+    k = torch.zeros(n_batch, n_kv_head, capacity, d, device=device).half()
+    v = torch.zeros(n_batch, n_kv_head, capacity, 16, device=device).half()
+    new = NewRow(*(torch.ones(n_batch, n_kv_head, width, device=device) for width in (d, 16)))
+    arrived, m = scores.none_arrived(n_batch, n_kv_head, q.device), m or max(budgets) // page + 1
+    idx, counts = step_rows(
+        q, new, k, v, hi, lo, arrived, ints(sizes, device), ints(budgets, device), m,
+        PageRules(page, False, n_sinks, d**-0.5 if scale is None else scale),
+    )  # fmt: skip
+    assert (arrived == scores.NONE_ARRIVED).all()
+    for x in (k, v):
+        for b, n in enumerate(sizes):
+            assert (x[b, :, n - 1] == 1).all() and x[b].sum() == n_kv_head * x.shape[3]
+    return [
+        [rows[:count].tolist() for rows, count in zip(*of_sequence, strict=True)]
+        for of_sequence in zip(idx.cpu(), counts.cpu(), strict=True)
+    ]
+
+
+def expected_rows(q, hi, lo, b, n, budget, page, n_sinks, scale):
+    n_page, n_best = (n - 1) // page, max(0, (budget - 1) // page)
+    of_pages = (x[b, :, :n_page].float().cpu().numpy() for x in (hi, lo))
+    found = page_scores_ref(q[b].cpu().numpy(), *of_pages, scale)
+    return [rows.tolist() for rows in select_pages_ref(
+        found, hi.shape[1], min(n_best, n_page), page, n, n_sinks
+    )]  # fmt: skip
+
+
 @pytest.mark.parametrize(("n_head", "n_kv_head", "d"), sweep(GEOMETRIES, fast=1))
 @pytest.mark.parametrize("sizes", [[30], [64, 1030, 333]])
-@pytest.mark.parametrize(("first", "recent"), [(2, 11), (0, 1)])  # FreeKV's, Quest's
-def test_pooled_by_softmax(n_head, n_kv_head, d, sizes, first, recent, device):
-    page, scale = 4, d**-0.5
+@pytest.mark.parametrize("page", [4, 5])
+def test_a_step_lists_the_rows_of_the_host(n_head, n_kv_head, d, sizes, page, device):
     q, hi, lo = scored(n_head, n_kv_head, d, sizes, page, device)
-    n_page_max = max(sizes) // page + 5
-    out = pooled_pages(len(sizes), n_kv_head, n_page_max, q.device)
-    out.scores.fill_(7)
-    softmax_scores(
-        q, hi, lo, ints(sizes, device), ints([20] * len(sizes), device), n_page_max, page, scale,
-        PageCandidates(first, recent, 17, least=1), out=out,
-    )  # fmt: skip
-    group = n_head // n_kv_head
-    for b, n in enumerate(sizes):
-        end = (n - recent) // page
-        assert out.n_page[b] == end - first and out.n_best[b] == 1
-        assert (out.scores[b, :, end - first :] == 7).all()
-        for g in range(n_kv_head):
-            rows = q[b, g * group : (g + 1) * group], hi[b, g], lo[b, g]
-            qg, hg, lg = (x.float().cpu().numpy() for x in rows)
-            _, wanted = choose_pages_ref(qg, hg, lg, first, end, 1, scale)
-            pooled = out.scores[b, g, : end - first].cpu()
-            np.testing.assert_allclose(pooled, wanted, rtol=1e-4, atol=1e-7)
+    budgets = [23 + 9 * b for b in range(len(sizes))]
+    for n_sinks in (0, page - 1):
+        found = listed(q, hi, lo, sizes, budgets, page, n_sinks, device)
+        for b, n in enumerate(sizes):
+            wanted = expected_rows(q, hi, lo, b, n, budgets[b], page, n_sinks, d**-0.5)
+            assert found[b] == wanted
 
 
-@pytest.mark.parametrize("budget", [0, 9, 24, 1000])
-@pytest.mark.parametrize("least", [0, 1])
-def test_how_many_pages_are_taken(budget, least, device):
-    q, hi, lo = scored(2, 1, 64, [40], 4, device)
-    args = q, hi, lo, ints([40], device), ints([budget], device), 16, 4, 1.0
-    out = softmax_scores(*args, PageCandidates(0, 3, 4, least))
-    assert out.n_page == 9 and out.n_best == max(least, (budget - 4) // 4)
-    out = softmax_scores(*args, PageCandidates(0, 3, 11, least))
-    assert out.n_best == max(least, (budget - 11) // 4)
+@pytest.mark.parametrize("n", [1, 4, 5, 6, 17, 65])
+@pytest.mark.parametrize("budget", [0, 1, 6, 11, 1000])
+def test_few_pages_and_any_budget(n, budget, device):
+    q, hi, lo = scored(3, 3, 64, [n], 5, device)
+    (found,) = listed(q, hi, lo, [n], [budget], 5, 4, device, m=20)
+    assert found == expected_rows(q, hi, lo, 0, n, budget, 5, 4, 0.125)
 
 
-def test_no_candidates(device):
-    q, hi, lo = scored(2, 1, 64, [40], 4, device)
-    for n in (3, 5):
-        args = q, hi, lo, ints([n], device), ints([20], device), 16, 4, 1.0
-        assert softmax_scores(*args, PageCandidates(3, 2, 14)).n_page == 0
-        assert softmax_scores(*args, PageCandidates(0, 1, 4)).n_page == (n - 1) // 4
+@pytest.mark.parametrize("block", [64, 1 << 20])
+def test_equal_pages_are_taken_in_their_order(block, device, monkeypatch):
+    """block: keys that fit the registers."""
+    monkeypatch.setattr(scores, "REGISTERS", block)
+    q, hi, lo = scored(6, 2, 64, [1200], 4, device)
+    for x in (hi, lo):
+        x[:, :, :299] = x[:, :, :1]
+    rows = [*range(3), 3, *range(4, 5 * 4), *range(1196, 1200)]
+    assert listed(q, hi, lo, [1200], [21], 4, 3, device) == [[rows, rows]]
+    hi[:, 1, 250:255] += 1
+    best = [*range(3), *range(1000, 1020), *range(1196, 1200)]
+    assert listed(q, hi, lo, [1200], [21], 4, 3, device)[0][0] == rows
+    found = listed(q.abs(), hi, lo, [1200], [21], 4, 3, device)[0][1]
+    assert found == best
 
 
-@pytest.mark.parametrize("n_kv_head", [1, 3])
-@pytest.mark.parametrize("page", [5, 16])
-@pytest.mark.parametrize("n", [1, 6, 17, 65])
-def test_selected_rows_are_those_of_the_host(n_kv_head, page, n, device):
-    """Selection and rows of pages together, as Quest uses them."""
-    n_page, n_page_max = (n - 1) // page, 60
-    rng = np.random.default_rng(n)
-    pooled = torch.full((1, n_kv_head, n_page_max), torch.nan)
-    scores = rng.integers(0, 6, (n_kv_head, n_page)).astype(np.float32)  # many ties
-    pooled[0, :, :n_page] = torch.from_numpy(scores)
-    for n_best in (0, 3, 100):
-        chosen, sizes = select.select_largest(
-            pooled.to(device), ints([n_page], device), n_page_max, ints([n_best], device), 100
-        )
-        for n_sinks in (0, 4, 2 * page + 1):
-            idx, counts = page_rows.page_rows(chosen, sizes, ints([n], device), page, n_sinks)
-            wanted = listed_rows_ref(scores, n_best, page, n, n_sinks)
-            for g in range(n_kv_head):
-                np.testing.assert_array_equal(idx[0, g, : counts[0, g]].cpu(), wanted[g])
+def test_the_number_of_programs_does_not_matter(device, monkeypatch):
+    q, hi, lo = scored(4, 1, 80, [1030], 4, device)
+    expected = listed(q, hi, lo, [1030], [200], 4, 3, device)
+    for programs in (1, 3, 4096):
+        monkeypatch.setattr(decode, "PROGRAMS", programs)
+        assert listed(q, hi, lo, [1030], [200], 4, 3, device) == expected
+
+
+def test_scores_of_any_size(device):
+    """Few pages take all of the mass; or a head's scores are equal."""
+    q, hi, lo = scored(4, 2, 64, [403], 4, device)
+    for factor in (0.0, 0.01, 10.0):
+        found = listed(q * factor, hi, lo, [403], [40], 4, 3, device, m=100)
+        assert found[0] == expected_rows(q * factor, hi, lo, 0, 403, 40, 4, 3, 0.125)
 
 
 def test_wrong_arguments_are_named(device):
@@ -161,3 +180,7 @@ def test_wrong_arguments_are_named(device):
         pages.page_summaries(k, hi, lo, 16, True, 0, 4, 16)
     with pytest.raises(ValueError, match="last_page = 4: k has 60 rows"):
         pages.page_summaries(k[:, :, :60], hi, lo, 16, True, 0, 4)
+    q, new, n = torch.zeros(1, 4, 64, device=device), torch.zeros(1, 2, 64), ints([9], device)
+    row, arrived = NewRow(new.to(device), new.to(device)), scores.none_arrived(1, 1, k.device)
+    with pytest.raises(ValueError, match=r"arrived has shape \(1, 1\): expected \(1, 2\)"):
+        step_rows(q, row, k, k, hi, lo, arrived, n, n, 3, PageRules(16, True, 4, 1.0))

@@ -5,10 +5,12 @@ import pytest
 import torch
 from sweeps import sweep
 
+from sparsekv_cli.cpu.freekv.choice import choose_pages_ref
 from sparsekv_cli.cpu.freekv.recall import mean_cosine_ref
 from sparsekv_cli.cpu.quest.pages import page_summaries_ref
-from sparsekv_cli.kernels.freekv import correction, recall
+from sparsekv_cli.kernels.freekv import choice, correction, recall
 from sparsekv_cli.kernels.freekv import pages as page_cache
+from sparsekv_cli.kernels.quest import scores
 
 LAYOUT = page_cache.Layout(n_sink=2, n_ring=3, meanstd=True)
 SIZES = [(1, 64, 64, 4), (3, 80, 48, 5), (2, 16, 16, 24)]  # (G, d, d_v, p)
@@ -125,39 +127,57 @@ class Lru:
         return [self.pages.index(page) for page in chosen], missing
 
 
+def choice_buffers(pages, n_head):
+    """Buffers of a choice; every kv head chooses."""
+    (n_batch, n_kv, m), d, device = pages.chosen.shape, pages.k.shape[4], pages.k.device
+    lists = torch.full((n_batch, n_kv, m), 1 << 20, dtype=torch.int32, device=device)
+    n_candidate = pages.hi.shape[2] - LAYOUT.n_sink
+    return choice.ChoiceBuffers(
+        torch.ones(n_batch, n_kv, dtype=torch.int32, device=device),
+        scores.none_arrived(n_batch, n_kv, device),
+        lists,
+        scores.page_scratch(n_batch, n_head, n_kv, d, n_candidate, device),
+    )
+
+
 @pytest.mark.parametrize(("n_slot", "m"), [(4, 4), (6, 3), (70, 33)])
 def test_slots_are_an_lru_cache(n_slot, m, device):
     n_page, n_sink = 3 * m + 5, LAYOUT.n_sink
     pages = make(2, 16, 16, 4, device, n_page=n_page, n_slot=n_slot, m=m)
-    rng = np.random.default_rng(m)
+    buffers, rng = choice_buffers(pages, 4), np.random.default_rng(m)
     caches = {(b, g): Lru(n_slot) for b in range(2) for g in range(2)}
-    n, budget = ints([90, 91], device), ints([4 * m + 11] * 2, device)
+    n = ints([4 * (n_sink + n_page) + 2, 4 * (n_sink + n_page) + 3], device)
+    query = torch.zeros(2, 4, 16, device=device)
+    query[..., 0] = 1  # a page's score is the first element of its upper bound
     hits = 0
     for step in range(9):
-        fresh = torch.full((2, 2, m + 2), 1 << 20, dtype=torch.int32)
-        sizes = torch.from_numpy(rng.integers(1, m + 1, (2, 2))).int()
+        sizes = rng.integers(1, m + 1, 2)
         wanted = torch.from_numpy(rng.integers(0, 2, (2, 2))).int()
-        before = pages.chosen.clone()
-        recall_args = [x.to(device) for x in (fresh, sizes, wanted)]
+        before, rows = pages.chosen.clone(), {}
+        pages.hi[..., 0] = 0
         for b, g in caches:
             near = rng.integers(0, n_page - m)  # choices that overlap
-            chosen = np.sort(rng.permutation(np.arange(near, near + m))[: sizes[b, g]])
-            recall_args[0][b, g, : len(chosen)] = ints(chosen, device)
-        recall.assign_slots(pages, LAYOUT, *recall_args, n, budget, 3, 11)
+            rows[b, g] = np.sort(rng.permutation(np.arange(near, near + m))[: sizes[b]])
+            pages.hi[b, g, (n_sink + rows[b, g]).tolist(), 0] = 4
+        choice.choose_pages(
+            pages, LAYOUT, query, n, ints((4 * sizes + 11).tolist(), device), 3, 11, 1.0,
+            buffers._replace(wanted=wanted.to(device)),
+        )  # fmt: skip
+        assert (buffers.arrived == scores.NONE_ARRIVED).all()
         for (b, g), cache in caches.items():
             if not wanted[b, g]:
                 assert (pages.missing[b, g] == 0).all()
                 assert (pages.chosen[b, g] == before[b, g]).all()
                 continue
-            size = int(sizes[b, g])
-            chosen = (n_sink + recall_args[0][b, g, :size]).tolist()
+            size = int(sizes[b])
+            chosen = (n_sink + rows[b, g]).tolist()
             slots, missing = cache.take(chosen)
             assert pages.chosen[b, g, :size].tolist() == chosen
             assert pages.slots[b, g, :size].tolist() == slots
             assert pages.missing[b, g, :size].tolist() == missing
             assert pages.page_in[b, g].tolist() == cache.pages
             state = pages.state[b, g, list(STATE.values())].tolist()
-            assert state == [size, n[b], (n[b] + 1 - 3) // 4, m]
+            assert state == [size, n[b], n_sink + n_page, size]
             hits += size - sum(missing)
             of = pages.slot_of[b, g].tolist()
             assert [of[page] for page in chosen] == slots
@@ -165,6 +185,60 @@ def test_slots_are_an_lru_cache(n_slot, m, device):
                 page for page in cache.pages if page >= 0
             ), step
     assert pages.statistics[..., page_cache.HIT.value].sum() == hits > 0
+
+
+@pytest.mark.parametrize(("n_kv", "d", "d_v", "page"), sweep(SIZES, fast=1))
+@pytest.mark.parametrize("group", [1, 3])
+def test_the_choice_is_that_of_the_host(n_kv, d, d_v, page, group, device):
+    """By a step and ahead of one; few candidates, and none."""
+    pages = make(n_kv, d, d_v, page, device, n_page=90, n_slot=12, m=9)
+    generator, n_sink = torch.Generator().manual_seed(group), LAYOUT.n_sink
+    pages.hi.copy_(torch.randn(pages.hi.shape, generator=generator))
+    pages.lo.copy_(pages.hi - torch.randn(pages.hi.shape, generator=generator).abs())
+    query, q = (torch.randn(2, n_kv * group, d, generator=generator).to(device) for _ in range(2))
+    buffers, scale, recent = choice_buffers(pages, n_kv * group), d**-0.5, 5
+    for windows, n_best in (([92, 40], 7), ([5, 4], 9), ([2, 3], 1)):
+        for b, window in enumerate(windows):
+            pages.hi[b, :, window:] = pages.lo[b, :, window:] = torch.nan
+        budget = ints([n_best * page + 11] * 2, device)
+        for ahead in (0, 1):
+            n = ints([page * window + recent - ahead for window in windows], device)
+            previous = torch.zeros_like(q)
+            step = {} if ahead else {"q": q, "previous": previous}
+            choice.choose_pages(pages, LAYOUT, query, n, budget, recent, 11, scale, buffers, **step)
+            assert (previous == (0 if ahead else q)).all()
+            for b, window in enumerate(windows):
+                size = min(n_best, window - n_sink)
+                state = [size, n[b], window, n_best]
+                for g in range(n_kv):
+                    assert pages.state[b, g, list(STATE.values())].tolist() == state
+                    if size == 0:
+                        continue
+                    heads = query[b, g * group : (g + 1) * group], pages.hi[b, g], pages.lo[b, g]
+                    wanted, _ = choose_pages_ref(
+                        *(x.float().cpu().numpy() for x in heads), n_sink, window, size, scale
+                    )
+                    assert pages.chosen[b, g, :size].tolist() == list(wanted)
+        pages.hi[:], pages.lo[:] = pages.hi.nan_to_num(9), pages.lo.nan_to_num(3)
+
+
+def test_kv_heads_that_do_not_choose_are_counted(device):
+    pages = make(2, 16, 16, 4, device)
+    buffers, q = choice_buffers(pages, 4), torch.ones(2, 4, 16, device=device)
+    wanted, previous = ints([[0, 0], [0, 1]], device), torch.zeros_like(q)
+    pages.state[..., STATE["N_CHOSEN"]] = 3
+    n, budget = ints([40, 40], device), ints([23, 23], device)
+    pages.missing.fill_(1)
+    choice.choose_pages(
+        pages, LAYOUT, q, n, budget, 3, 11, 1.0, buffers._replace(wanted=wanted), q=q,
+        previous=previous,
+    )  # fmt: skip
+    assert (previous == 1).all() and (buffers.arrived == scores.NONE_ARRIVED).all()
+    assert pages.statistics[..., page_cache.STEPPED.value].tolist() == [[1, 1], [1, 1]]
+    rows = (LAYOUT.n_sink + 3) * 4 + 40 - (40 - 3) // 4 * 4
+    attended = pages.statistics[..., page_cache.ATTENDED.value].tolist()
+    assert attended == [[rows, rows], [rows, rows]]
+    assert pages.missing.sum(2).tolist() == [[0, 0], [0, 3]]
 
 
 @pytest.mark.parametrize(("n_kv", "d", "d_v", "page"), sweep(SIZES, fast=1))

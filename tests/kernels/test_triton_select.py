@@ -24,12 +24,7 @@ def largest(scores, sizes, ks, device, n_first=0, n_last=0, n_max=None, k_max=No
     shape = (*scores.shape[:2], n_first + max(k_max, n_last) + 2)
     idx = torch.full(shape, -7, dtype=torch.int32, device=device)
     counts = torch.full(shape[:2], -7, dtype=torch.int32, device=device)
-    scratch = select.select_scratch(shape[0] * shape[1], n_max, k_max, n.device)
-    for x in scratch:
-        x.fill_(-(2**30))
-    select.select_largest(
-        scores, n, n_max, k, k_max, n_first, n_last, idx=idx, counts=counts, scratch=scratch
-    )
+    select.select_largest(scores, n, n_max, k, k_max, n_first, n_last, idx=idx, counts=counts)
     chosen = []
     for of_rows, of_counts in zip(idx.tolist(), counts.tolist(), strict=True):
         chosen.append([row[:count] for row, count in zip(of_rows, of_counts, strict=True)])
@@ -104,25 +99,42 @@ def test_long_rows(kind, device):
     rows = rows_of(long_rows(kind, max(sizes)), sizes, device)
     largest(rows, sizes, [300, 77], device, 4, 16)
     largest(rows, sizes, [4000, 0], device)
+    largest(rows, sizes, [10001, 9000], device)
+
+
+@pytest.mark.parametrize(("n_first", "n_last"), [(0, 0), (8, 0), (5, 1), (0, 8191), (9, 8192)])
+@pytest.mark.parametrize("k", [1, 9, 8193])
+def test_groups_at_both_ends(n_first, n_last, k, device):
+    """Rows that are not to choose from lie in the same groups as others, and are larger."""
+    sizes = [8200, 8193, 8196]
+    scores = long_rows("ties", 8200)[:, :1].repeat(2, axis=0)[:3]
+    for of_sequence, n in zip(scores, sizes, strict=True):
+        of_sequence[:, :n_first] = of_sequence[:, n - n_last :] = 9
+    ks = [k + n_last, k, max(0, k + n_last - 1)]
+    largest(rows_of(scores, sizes, device), sizes, ks, device, n_first, n_last)
+
+
+@pytest.mark.parametrize("size", [4, 8, 16, 32])
+def test_groups_of_every_size(size, device, monkeypatch):
+    monkeypatch.setattr(select, "SMALLEST", size)
+    monkeypatch.setattr(select, "LARGEST", size)
+    for kind in ("random", "equal"):
+        rows = rows_of(long_rows(kind, 8300), [8300, 8211], device)
+        largest(rows, [8300, 8211], [70, 300], device, 4, 16)
+
+
+def test_the_size_of_a_group_grows_with_the_row():
+    device = torch.device("cpu")
+    assert select.empty_tops(1, 2, 8192, 512, device) is None
+    for n, k, size in ((8193, 512, 4), (32768, 512, 8), (131072, 512, 16), (1 << 20, 64, 32)):
+        tops = select.empty_tops(1, 2, n, k, device)
+        assert tops.size == size and tops.keys.shape == (1, 2, -(-n // size))
 
 
 @pytest.mark.parametrize("n", [1, 5, 700])
 def test_few_rows_under_the_bound_of_many(n, device):
     scores = np.random.default_rng(n).standard_normal((1, 2, n)).astype(np.float32)
     largest(rows_of(scores, [n], device, slack=9000), [n], [100], device, 4, 16, n_max=8500 + n)
-
-
-@pytest.mark.parametrize("n", [50, 8300])
-def test_only_wanted_lists_are_written(n, device):
-    scores = np.random.default_rng(n).standard_normal((1, 3, n)).astype(np.float32)
-    rows, size = rows_of(scores, [n], device), torch.tensor([n], dtype=torch.int32, device=device)
-    idx = torch.full((1, 3, 5), -7, dtype=torch.int32, device=device)
-    counts = torch.full((1, 3), -7, dtype=torch.int32, device=device)
-    wanted = torch.tensor([[0, 2, 0]], dtype=torch.int32, device=device)
-    k = torch.tensor([5], dtype=torch.int32, device=device)
-    select.select_largest(rows, size, n, k, 5, wanted=wanted, idx=idx, counts=counts)
-    assert counts.tolist() == [[-7, 5, -7]] and (idx[0, ::2] == -7).all()
-    assert idx[0, 1].tolist() == select.select_largest_ref(rows, size, k)[0][1]
 
 
 def test_what_does_not_fit_the_registers_is_read_again(device, monkeypatch):

@@ -97,13 +97,14 @@ class DeviceFASA(DeviceSelecting):
         """Returns the best of the rows by their dominant dims: idx (B, H, m), counts (B, H)."""
         (dom,) = index
         n = x.step.n
+        tops = select.empty_tops(*x.q.shape[:2], self._n_max, self._k_max, x.q.device)
         scores = chunks.score_chunks(
             x.q, self._dom_dims, dom, n, self._n_max, new=NewRow(x.k, x.v), into=(k, v),
-            k_dims=self._k_dims,
+            k_dims=self._k_dims, tops=tops,
         )  # fmt: skip
         return select.select_largest(
             scores, n, self._n_max, x.step.budget, self._k_max, self._n_sinks, self._n_recent,
-            k_less=self._n_sinks,
+            k_less=self._n_sinks, tops=tops,
         )  # fmt: skip
 
     def end_step(self, n: int) -> None:

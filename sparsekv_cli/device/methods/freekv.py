@@ -5,7 +5,7 @@
 | 3.2 speculative retrieval for the next step | _recall_ahead, on a second stream |
 | 3.3 query-based identification, head-wise correction | kernels/freekv/correction.py enter_row |
 | 4.2 hybrid layouts, NHD and HND; offloading | kernels/freekv/pages.py, offload_pages |
-| 4.2 streamed recall | kernels/freekv/recall.py fetch_pages |
+| 4.2 streamed recall | kernels/freekv/choice.py choose_pages, recall.py fetch_pages |
 
 A step only launches. The device decides which kv heads choose again, what they choose, and which
 pages are fetched. A kernel reads these pages from pinned host memory. A kv head that need not
@@ -33,9 +33,9 @@ from sparsekv_cli.device.cache import (
 from sparsekv_cli.device.methods.freekv_pages import DevicePages, Workspace, resident_rows
 from sparsekv_cli.device.streams import SideStream
 from sparsekv_cli.kernels.attention import decode as attention
-from sparsekv_cli.kernels.attention import select
-from sparsekv_cli.kernels.freekv import correction, recall
+from sparsekv_cli.kernels.freekv import choice, correction, recall
 from sparsekv_cli.kernels.freekv import pages as page_cache
+from sparsekv_cli.kernels.freekv.choice import ChoiceBuffers
 from sparsekv_cli.kernels.freekv.pages import Layout, PageTensors
 from sparsekv_cli.kernels.quest import scores
 from sparsekv_cli.methods.freekv import FreeKV, PagePlan
@@ -161,7 +161,8 @@ class DeviceFreeKV(DeviceCache):
         assert self._pages is not None
         spec, device, arrays = self.spec, self.device, self._pages.arrays
         n_sink, n_ring, _ = self._pages.layout
-        n_kv, n_page, m = spec.n_head_kv, arrays.hi.shape[2] - n_sink, arrays.chosen.shape[2]
+        n_kv, m = spec.n_head_kv, arrays.chosen.shape[2]
+        n_page = max(1, arrays.hi.shape[2] - n_sink)
         sizes = n, n_page, m, n_sink, pool
         if self._sizes == sizes:
             return
@@ -173,13 +174,13 @@ class DeviceFreeKV(DeviceCache):
         self._sizes = sizes
         self._pools = torch.zeros(n, dtype=torch.int64, device=device) if n > 1 else None
         self._work = Workspace(
-            wanted=numbers(),
             query=torch.zeros(n, spec.n_head, spec.head_dim, device=device),
-            pooled=scores.pooled_pages(n, n_kv, n_page, device),
-            scores=scores.page_scratch(n, spec.n_head, n_kv, spec.head_dim, n_page, device),
-            selection=select.select_scratch(n * n_kv, n_page, m, device),
-            fresh=numbers(m),
-            sizes=numbers(),
+            choice=ChoiceBuffers(
+                wanted=numbers(),
+                arrived=scores.none_arrived(n, n_kv, device),
+                fresh=numbers(m),
+                scratch=scores.page_scratch(n, spec.n_head, n_kv, spec.head_dim, n_page, device),
+            ),
             idx=numbers((n_sink + m + n_ring) * self.method.page),
             counts=numbers(),
         )
@@ -239,15 +240,15 @@ class DeviceFreeKV(DeviceCache):
             recall.offload_pages(arrays, layout, n, recent, pools=self._pools)
         correction.enter_row(
             arrays, layout, x.q, previous, x.k, x.v, n, budget, recent, reserved,
-            self.method.threshold, current=self._current, wanted=work.wanted, query=work.query,
+            self.method.threshold, current=self._current, wanted=work.choice.wanted,
+            query=work.query,
         )  # fmt: skip
-        self._choose(arrays, work.query, n, budget, recent, reserved)
-        recall.assign_slots(
-            arrays, layout, work.fresh, work.sizes, work.wanted, n, budget, recent, reserved,
-            q=x.q, previous=previous,
+        scale = float(self.spec.scale)
+        choice.choose_pages(
+            arrays, layout, work.query, n, budget, recent, reserved, scale, work.choice, q=x.q,
+            previous=previous,
         )  # fmt: skip
         recall.fetch_pages(arrays, layout, n, recent, work.idx, work.counts, pools=self._pools)
-        scale = float(self.spec.scale)
         out = attention.attend_rows(x.q, *resident_rows(arrays), work.idx, work.counts, scale, out)
         if self.records_attended:
             self._note_positions(arrays, int(n[0]))
@@ -297,31 +298,13 @@ class DeviceFreeKV(DeviceCache):
         with self.side.fork():
             recall.offload_pages(
                 arrays, layout, n, recent, ahead=1, budget=budget, reserved=reserved,
-                wanted=work.wanted, pools=self._pools,
+                wanted=work.choice.wanted, pools=self._pools,
             )  # fmt: skip
-            self._choose(arrays, previous, n, budget, recent - 1, reserved)
-            recall.assign_slots(
-                arrays, layout, work.fresh, work.sizes, work.wanted, n, budget, recent, reserved
-            )
+            choice.choose_pages(
+                arrays, layout, previous, n, budget, recent, reserved, float(self.spec.scale),
+                work.choice,
+            )  # fmt: skip
             recall.fetch_pages(arrays, layout, pools=self._pools)
-
-    def _choose(
-        self, arrays: PageTensors, query: torch.Tensor, n: torch.Tensor, budget: torch.Tensor,
-        recent: int, reserved: int,
-    ) -> None:  # fmt: skip
-        """Returns the best candidates of kv heads in ``work.wanted``, counted from the first."""
-        assert self._pages is not None
-        work = self._work
-        n_page, m = work.pooled.scores.shape[2], arrays.chosen.shape[2]
-        candidates = scores.PageCandidates(self._pages.layout.n_sink, recent, reserved, least=1)
-        scores.softmax_scores(
-            query, arrays.hi, arrays.lo, n, budget, n_page, self.method.page,
-            float(self.spec.scale), candidates, work.wanted, work.pooled, work.scores,
-        )  # fmt: skip
-        select.select_largest(
-            work.pooled.scores, work.pooled.n_page, n_page, work.pooled.n_best, m,
-            wanted=work.wanted, idx=work.fresh, counts=work.sizes, scratch=work.selection,
-        )  # fmt: skip
 
     def end_step(self, n: int) -> None:
         self._previous_n = n

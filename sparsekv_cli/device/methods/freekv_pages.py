@@ -6,12 +6,11 @@ from typing import NamedTuple
 import torch
 
 from sparsekv_cli.device.cache import DeviceStore
-from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.freekv import pages as page_cache
+from sparsekv_cli.kernels.freekv.choice import ChoiceBuffers
 from sparsekv_cli.kernels.freekv.pages import Layout, PageTensors
 from sparsekv_cli.kernels.pinned import zeros_on_host
 from sparsekv_cli.kernels.quest import pages
-from sparsekv_cli.kernels.quest.scores import PageScratch, PooledPages
 
 COPIED = 1 << 26  # bytes of a store that are copied to the host at a time
 
@@ -19,20 +18,15 @@ COPIED = 1 << 26  # bytes of a store that are copied to the host at a time
 class Workspace(NamedTuple):
     """Buffers between the launches of a choice. They are made again only if one of them grows."""
 
-    wanted: torch.Tensor  # int32 (B, G): see correction.enter_row
-    query: torch.Tensor  # f32 (B, H, d)
-    pooled: PooledPages
-    scores: PageScratch
-    selection: select.SelectScratch
-    fresh: torch.Tensor  # int32 (B, G, m): candidates chosen
-    sizes: torch.Tensor  # int32 (B, G)
+    query: torch.Tensor  # f32 (B, H, d): see correction.enter_row
+    choice: ChoiceBuffers
     idx: torch.Tensor  # int32 (B, G, rows): resident rows attended to
     counts: torch.Tensor  # int32 (B, G)
 
     @property
     def nbytes(self) -> int:
-        parts = [part if isinstance(part, tuple) else (part,) for part in self]
-        return sum(tensor.nbytes for part in parts for tensor in part)
+        query, choice, *lists = self
+        return sum(tensor.nbytes for tensor in [query, *choice[:3], *choice.scratch, *lists])
 
 
 class DevicePages:

@@ -7,11 +7,10 @@ import torch
 
 from sparsekv_cli.cache.spec import N_SINKS, LayerSpec, Memory
 from sparsekv_cli.device.cache import CachePlan, DeviceInput, DeviceSelecting
-from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.attention.decode import NewRow
 from sparsekv_cli.kernels.quest import pages
-from sparsekv_cli.kernels.quest.page_rows import page_rows
-from sparsekv_cli.kernels.quest.scores import PageCandidates, softmax_scores
+from sparsekv_cli.kernels.quest.scores import none_arrived
+from sparsekv_cli.kernels.quest.step import PageRules, step_rows
 
 
 class DeviceQuest(DeviceSelecting):
@@ -21,6 +20,7 @@ class DeviceQuest(DeviceSelecting):
         super().__init__(spec, device, method)
         self._n_page = 0  # whole pages that have their summaries
         self._hi, self._lo = (self._summaries(0) for _ in range(2))
+        self._arrived = none_arrived(1, spec.n_head_kv, device)
 
     def _summaries(self, n_page: int) -> torch.Tensor:
         shape = (1, self.spec.n_head_kv, n_page, self.spec.head_dim)
@@ -67,27 +67,21 @@ class DeviceQuest(DeviceSelecting):
         return CachePlan(self._k_max, n_max)
 
     def tensors(self) -> list[torch.Tensor]:
-        return [*super().tensors(), self._hi, self._lo]
+        return [*super().tensors(), self._hi, self._lo, self._arrived]
 
     def replace_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         super().replace_tensors(tensors[:2])
-        self._hi, self._lo = tensors[2:]
+        self._hi, self._lo, self._arrived = tensors[2:]
 
     def select(
         self, x: DeviceInput, k: torch.Tensor, v: torch.Tensor, *index: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        page, step = self.method.page, x.step
-        hi, lo = index
-        n_page, scale = hi.shape[2], float(self.spec.scale)
-        pages.append_row(
-            NewRow(x.k, x.v), k, v, hi, lo, step.n, page, self._meanstd, n_sinks=N_SINKS
-        )
-        candidates = PageCandidates(first=0, recent=1, reserved=1)
-        pooled = softmax_scores(x.q, hi, lo, step.n, step.budget, n_page, page, scale, candidates)
-        chosen, sizes = select.select_largest(
-            pooled.scores, pooled.n_page, n_page, pooled.n_best, self._k_max
-        )
-        return page_rows(chosen, sizes, step.n, page, N_SINKS)
+        hi, lo, arrived = index
+        rules = PageRules(self.method.page, self._meanstd, N_SINKS, float(self.spec.scale))
+        return step_rows(
+            x.q, NewRow(x.k, x.v), k, v, hi, lo, arrived, x.step.n, x.step.budget, self._k_max,
+            rules,
+        )  # fmt: skip
 
     def end_step(self, n: int) -> None:
         super().end_step(n)

@@ -255,7 +255,9 @@ class DeviceSALS(DeviceCache):
         attention.attend_rows(
             x.q, exact.k, exact.v, exact.listed, exact.counts, scale, pieces.out[-1], pieces.lse[-1]
         )
-        idx, counts = self._choose(self._importance(x, latents, exact, pieces.lse[-1]), exact)
+        tops = select.empty_tops(len(x.q), 1, self._n_max, self._k_max, self.device)
+        importance = self._importance(x, latents, exact, pieces.lse[-1], tops)
+        idx, counts = self._choose(importance, exact, tops)
         if self.records_attended:
             self._note_positions(idx, counts, int(step.n[0]))
         latent_attention.attend_latents(
@@ -271,25 +273,30 @@ class DeviceSALS(DeviceCache):
         self.keep_attended(torch.cat([rows, idx + self._first], dim=2), counts + len(exact))
 
     def _importance(
-        self, x: DeviceInput, latents: torch.Tensor, exact: latent.Exact, exact_lse: torch.Tensor
+        self,
+        x: DeviceInput,
+        latents: torch.Tensor,
+        exact: latent.Exact,
+        exact_lse: torch.Tensor,
+        tops: select.GroupTops | None,
     ) -> torch.Tensor:
-        """Returns the scores by which latents are chosen, f32 (B, 1, n_max)."""
+        """Returns the scores by which latents are chosen, f32 (B, 1, n_max); fills ``tops``."""
         if self.method.score == "brope":
             return scores.score_latents(
                 x.q, self._matrices.damp, self._basis, latents, self._score_rank, exact.n_latent,
-                self._n_max, float(self.spec.scale), self._first, exact_lse,
+                self._n_max, float(self.spec.scale), self._first, exact_lse, tops,
             )  # fmt: skip
         summed = x.q_nope.unflatten(1, (self.spec.n_head_kv, -1)).sum(2).flatten(1)  # (B, G d)
         query = dot.multiply(self._matrices.score, summed)
-        return scores.score_summed(query, latents, exact.n_latent, self._n_max, self._first)
+        return scores.score_summed(query, latents, exact.n_latent, self._n_max, self._first, tops)
 
     def _choose(
-        self, importance: torch.Tensor, exact: latent.Exact
+        self, importance: torch.Tensor, exact: latent.Exact, tops: select.GroupTops | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the chosen latents, counted from the first: idx int32 (B, 1, m), and counts."""
         return select.select_largest(
             importance, exact.n_latent, self._n_max, exact.k_latent, self._k_max, self._n_front,
-            self._n_back,
+            self._n_back, tops=tops,
         )  # fmt: skip
 
     def end_step(self, n: int) -> None:

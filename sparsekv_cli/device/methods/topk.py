@@ -29,9 +29,10 @@ class DeviceTopK(DeviceSelecting):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         n, n_max = x.step.n, self._n_max
         new, scale = NewRow(x.k, x.v), float(self.spec.scale)
-        scores = score_rows(x.q, k, n, n_max, scale, new=new, v=v)
+        tops = select.empty_tops(*x.q.shape[:2], n_max, self._k_max, x.q.device)
+        scores = score_rows(x.q, k, n, n_max, scale, new=new, v=v, tops=tops)
         return select.select_largest(
-            scores, n, n_max, x.step.budget, self._k_max, N_SINKS, self._recent
+            scores, n, n_max, x.step.budget, self._k_max, N_SINKS, self._recent, tops=tops
         )
 
     def count(self, n: int) -> tuple[int, int, int]:
