@@ -9,7 +9,7 @@ import torch
 
 from sparsekv_cli.kernels.checks import check
 from sparsekv_cli.kernels.weights import matmul, matvec
-from sparsekv_cli.kernels.weights.packed import PackedMatrix
+from sparsekv_cli.kernels.weights.packed import FLOATS, PACKINGS, PackedMatrix
 
 MAX_BATCH = matmul.BATCH
 MAX_FUSED = 2  # most vectors for matvec; for more, tensor cores take less time on an H200
@@ -24,14 +24,50 @@ def multiply(w: PackedMatrix, x: torch.Tensor, out: torch.Tensor | None = None) 
     weights and inputs are rounded to 11 bits. Sums are f32. If an input is not finite, all outputs
     of its vector are NaN. out: f32 (B, rows), any strides of rows.
     """
-    n_batch, device = x.shape[0], w.low.device
+    out = _checked(x, w.n_columns, w.n_rows, w.low.device, out)
+    (matvec.matvec if _are_few(x) else matmul.matmul)(w, x, out)
+    return out
+
+
+def can_pair(w: PackedMatrix, w_2: PackedMatrix) -> bool:
+    """Returns whether ``multiply_pair`` takes two matrices: both packed alike but for the scales.
+
+    Formats of 4 bits and more have one layout of their low bits. Q8_0 has another.
+    """
+    if w.name in FLOATS or w_2.name in FLOATS or w.n_columns != w_2.n_columns:
+        return False
+    return PACKINGS[w.name].low_bits == PACKINGS[w_2.name].low_bits
+
+
+def multiply_pair(
+    w: PackedMatrix, w_2: PackedMatrix, x: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns ``multiply`` of both matrices side by side, f32 (B, all rows), in one launch.
+
+    With one or two vectors the sums have the bits of ``multiply``.
+    """
+    if not can_pair(w, w_2):
+        raise ValueError(f"{w.name} and {w_2.name} do not go together: expected two of 4 bits")
+    out = _checked(x, w.n_columns, w.n_rows + w_2.n_rows, w.low.device, out)
+    (matvec.matvec_pair if _are_few(x) else matmul.matmul_pair)(w, w_2, x, out)
+    return out
+
+
+def _are_few(x: torch.Tensor) -> bool:
+    """Returns whether x is for matvec."""
+    return len(x) <= MAX_FUSED and x.numel() <= MAX_INPUTS
+
+
+def _checked(
+    x: torch.Tensor, n_columns: int, n_rows: int, device: torch.device, out: torch.Tensor | None
+) -> torch.Tensor:
+    """Returns where a product is written. Raises ValueError unless the arguments fit."""
+    n_batch = x.shape[0]
     if not 1 <= n_batch <= MAX_BATCH:
         raise ValueError(f"x has {n_batch} rows: expected 1 to {MAX_BATCH}")
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
-    check("x", x, dtypes, (n_batch, w.n_columns), device, strided=True)
+    check("x", x, dtypes, (n_batch, n_columns), device, strided=True)
     if out is None:
-        out = torch.empty(n_batch, w.n_rows, dtype=torch.float32, device=device)
-    check("out", out, torch.float32, (n_batch, w.n_rows), device, strided=True)
-    few = n_batch <= MAX_FUSED and n_batch * w.n_columns <= MAX_INPUTS
-    (matvec.matvec if few else matmul.matmul)(w, x, out)
+        out = torch.empty(n_batch, n_rows, dtype=torch.float32, device=device)
+    check("out", out, torch.float32, (n_batch, n_rows), device, strided=True)
     return out

@@ -1,4 +1,4 @@
-"""Products of matrices with several vectors, by the GPU's tensor cores.
+"""Products of matrices with several vectors, by the GPU's tensor cores: of one matrix, or of two.
 
 Weights and inputs are f16 (TF32 for plain floats), sums f32. The inputs of a vector are scaled to
 the range of f16. They are stored in the order in which the kernel unpacks weights.
@@ -50,18 +50,19 @@ def _to_f16_kernel(
     tl.store(scale_ptr + b, peak * (1.0 / PEAK) + damage)
 
 
-@triton.jit(do_not_specialize=["n_batch", "units_a_part"])
-def _matmul_kernel(
+@triton.jit
+def _multiply_rows(
     low_ptr, high_ptr, scale_ptr, super_ptr, x_ptr, x_scale_ptr, out_ptr,
-    n_batch, n_rows, n_unit, units_a_part, stride_xb, stride_op, stride_ob,
+    first, n_batch, n_rows, n_unit, units_a_part, stride_xb, stride_op, stride_ob,
     BATCH: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, LOW_BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr, ZERO: tl.constexpr, HALVES: tl.constexpr, MINIMUM: tl.constexpr,
     SUPER: tl.constexpr,
 ):  # fmt: skip
+    """Multiplies a part of the columns of ROWS rows from ``first`` on."""
     FIELDS: tl.constexpr = 32 // LOW_BITS
     SPLIT: tl.constexpr = 32 // (4 * FIELDS)
     part = tl.program_id(1)
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     batch = tl.arange(0, BATCH)
     word, word_of_x = tl.arange(0, 4 * UNITS)[None, :], tl.arange(0, 4 * UNITS)[:, None]
     unit = tl.arange(0, UNITS)[None, :]
@@ -100,6 +101,48 @@ def _matmul_kernel(
     sums *= tl.load(x_scale_ptr + batch[None, :], mask=is_batch, other=0)
     at = part.to(tl.int64) * stride_op + batch[None, :] * stride_ob + row
     tl.store(out_ptr + at, sums, mask=(row < n_rows) & is_batch)
+
+
+@triton.jit(do_not_specialize=["n_batch", "units_a_part"])
+def _matmul_kernel(
+    low_ptr, high_ptr, scale_ptr, super_ptr, x_ptr, x_scale_ptr, out_ptr,
+    n_batch, n_rows, n_unit, units_a_part, stride_xb, stride_op, stride_ob,
+    BATCH: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr, ZERO: tl.constexpr, HALVES: tl.constexpr, MINIMUM: tl.constexpr,
+    SUPER: tl.constexpr,
+):  # fmt: skip
+    _multiply_rows(
+        low_ptr, high_ptr, scale_ptr, super_ptr, x_ptr, x_scale_ptr, out_ptr,
+        tl.program_id(0) * ROWS, n_batch, n_rows, n_unit, units_a_part, stride_xb, stride_op,
+        stride_ob, BATCH, ROWS, UNITS, LOW_BITS, HIGH_BITS, ZERO, HALVES, MINIMUM, SUPER,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_batch", "n_program", "units_a_part"])
+def _matmul_pair_kernel(
+    low_ptr, high_ptr, scale_ptr, super_ptr, low_2_ptr, high_2_ptr, scale_2_ptr, super_2_ptr, x_ptr,
+    x_scale_ptr, out_ptr, out_2_ptr,
+    n_batch, n_rows, n_rows_2, n_unit, n_program, units_a_part, stride_xb, stride_op, stride_ob,
+    BATCH: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr, ZERO: tl.constexpr, HALVES: tl.constexpr, MINIMUM: tl.constexpr,
+    SUPER: tl.constexpr, HIGH_BITS_2: tl.constexpr, ZERO_2: tl.constexpr, HALVES_2: tl.constexpr,
+    MINIMUM_2: tl.constexpr, SUPER_2: tl.constexpr,
+):  # fmt: skip
+    """The first n_program programs multiply one matrix, the others the second one."""
+    program = tl.program_id(0)
+    if program < n_program:
+        _multiply_rows(
+            low_ptr, high_ptr, scale_ptr, super_ptr, x_ptr, x_scale_ptr, out_ptr, program * ROWS,
+            n_batch, n_rows, n_unit, units_a_part, stride_xb, stride_op, stride_ob, BATCH, ROWS,
+            UNITS, LOW_BITS, HIGH_BITS, ZERO, HALVES, MINIMUM, SUPER,
+        )  # fmt: skip
+    else:
+        _multiply_rows(
+            low_2_ptr, high_2_ptr, scale_2_ptr, super_2_ptr, x_ptr, x_scale_ptr, out_2_ptr,
+            (program - n_program) * ROWS, n_batch, n_rows_2, n_unit, units_a_part, stride_xb,
+            stride_op, stride_ob, BATCH, ROWS, UNITS, LOW_BITS, HIGH_BITS_2, ZERO_2, HALVES_2,
+            MINIMUM_2, SUPER_2,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -147,46 +190,79 @@ def _add_parts_kernel(parts_ptr, out_ptr, n, n_row, n_part, stride_ob, BLOCK: tl
     tl.store(out_ptr + at // n_row * stride_ob + at % n_row, total, mask=at < n)
 
 
-def _parts(n_rows: int, n_step: int) -> tuple[int, int]:
+def _parts(n_program: int, n_step: int) -> tuple[int, int]:
     """Returns the steps of the inner loop of a program, and the programs of a row."""
-    wanted = max(1, PROGRAMS // -(-n_rows // ROWS))
+    wanted = max(1, PROGRAMS // n_program)
     steps = -(-n_step // min(wanted, n_step))
     return steps, -(-n_step // steps)
+
+
+def _to_f16(x: torch.Tensor, n_column: int, n_field: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the inputs as a kernel reads them, f16 (B, n_column), and their scales f32 (B,)."""
+    n_batch, device = x.shape[0], x.device
+    inputs = torch.empty(n_batch, n_column, dtype=torch.float16, device=device)
+    scales = torch.empty(n_batch, dtype=torch.float32, device=device)
+    block = triton.next_power_of_2(n_column)
+    _to_f16_kernel[(n_batch,)](
+        x, inputs, scales, x.shape[1], x.stride(0), BLOCK=block, FIELDS=n_field, UNITS=UNITS,
+        PEAK=PEAK, num_warps=min(16, max(1, block // 512)),
+    )  # fmt: skip
+    return inputs, scales
+
+
+def _room_for_parts(n_part: int, out: torch.Tensor) -> torch.Tensor:
+    """Returns memory for the sums of n_part parts of the columns, f32 (n_part, B, rows)."""
+    if n_part == 1:
+        return out[None]
+    return torch.empty(n_part, *out.shape, dtype=torch.float32, device=out.device)
+
+
+def _add_parts(parts: torch.Tensor, out: torch.Tensor) -> None:
+    n_part, n = len(parts), out.numel()
+    if n_part > 1:
+        _add_parts_kernel[(triton.cdiv(n, 256),)](
+            parts, out, n, out.shape[1], n_part, out.stride(0), BLOCK=256, num_warps=2
+        )
 
 
 def matmul(w: PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
     """``multiply`` of weights/dot.py for up to BATCH vectors."""
     n_batch = x.shape[0]
     columns = 64 if w.name in FLOATS else UNITS * 128 // constants_of(w)["LOW_BITS"]
-    n_step = -(-w.n_columns // columns)
-    steps, n_part = _parts(w.n_rows, n_step)
-    grid = (triton.cdiv(w.n_rows, ROWS), n_part)
-    parts = out[None]
-    if n_part > 1:
-        parts = torch.empty(n_part, n_batch, w.n_rows, dtype=torch.float32, device=out.device)
+    n_step, n_program = -(-w.n_columns // columns), triton.cdiv(w.n_rows, ROWS)
+    steps, n_part = _parts(n_program, n_step)
+    parts = _room_for_parts(n_part, out)
     if w.name in FLOATS:
-        _matmul_float_kernel[grid](
+        _matmul_float_kernel[(n_program, n_part)](
             w.low, x, parts, n_batch, w.n_rows, w.n_columns, steps * columns, w.low.stride(0),
             x.stride(0), *parts.stride()[:2], BATCH=BATCH, ROWS=ROWS, COLUMNS=columns,
             num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
     else:
-        inputs = torch.empty(n_batch, n_step * columns, dtype=torch.float16, device=out.device)
-        scales = torch.empty(n_batch, dtype=torch.float32, device=out.device)
-        n_unit, constants = w.low.shape[1] // 4, constants_of(w)
-        block = triton.next_power_of_2(n_step * columns)
-        _to_f16_kernel[(n_batch,)](
-            x, inputs, scales, w.n_columns, x.stride(0), BLOCK=block,
-            FIELDS=32 // constants["LOW_BITS"], UNITS=UNITS, PEAK=PEAK,
-            num_warps=min(16, max(1, block // 512)),
+        constants = constants_of(w)
+        inputs, scales = _to_f16(x, n_step * columns, 32 // constants["LOW_BITS"])
+        _matmul_kernel[(n_program, n_part)](
+            *planes_of(w), inputs, scales, parts, n_batch, w.n_rows, w.low.shape[1] // 4,
+            steps * UNITS, inputs.stride(0), *parts.stride()[:2], BATCH=BATCH, ROWS=ROWS,
+            UNITS=UNITS, **constants, num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
-        _matmul_kernel[grid](
-            *planes_of(w), inputs, scales, parts, n_batch, w.n_rows, n_unit, steps * UNITS,
-            inputs.stride(0), *parts.stride()[:2], BATCH=BATCH, ROWS=ROWS, UNITS=UNITS,
-            **constants, num_warps=WARPS, num_stages=STAGES,
-        )  # fmt: skip
-    if n_part > 1:
-        n = n_batch * w.n_rows
-        _add_parts_kernel[(triton.cdiv(n, 256),)](
-            parts, out, n, w.n_rows, n_part, out.stride(0), BLOCK=256, num_warps=2
-        )
+    _add_parts(parts, out)
+
+
+def matmul_pair(w: PackedMatrix, w_2: PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
+    """``multiply_pair`` of weights/dot.py for up to BATCH vectors."""
+    constants, second = constants_of(w), constants_of(w_2)
+    columns = UNITS * 128 // constants["LOW_BITS"]
+    n_step = -(-w.n_columns // columns)
+    n_program, n_program_2 = (triton.cdiv(each.n_rows, ROWS) for each in (w, w_2))
+    steps, n_part = _parts(n_program + n_program_2, n_step)
+    parts = _room_for_parts(n_part, out)
+    inputs, scales = _to_f16(x, n_step * columns, 32 // constants["LOW_BITS"])
+    second = {f"{name}_2": value for name, value in second.items() if name != "LOW_BITS"}
+    _matmul_pair_kernel[(n_program + n_program_2, n_part)](
+        *planes_of(w), *planes_of(w_2), inputs, scales, parts, parts[:, :, w.n_rows :],
+        x.shape[0], w.n_rows, w_2.n_rows, w.low.shape[1] // 4, n_program, steps * UNITS,
+        inputs.stride(0), *parts.stride()[:2], BATCH=BATCH, ROWS=ROWS, UNITS=UNITS, **constants,
+        **second, num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    _add_parts(parts, out)

@@ -1,4 +1,4 @@
-"""Products of matrices with one or two vectors, on the GPU.
+"""Products of matrices with one or two vectors, on the GPU: of one matrix, or of two at once.
 
 The numbers of a unit are rounded to 16 bits and multiplied as bytes, four at once. A program keeps
 its inputs in registers, multiplies many rows by them, and loads the next rows ahead.
@@ -77,15 +77,15 @@ def _pack_inputs(
     return high0, low0, high1, low1, scale, sum0, sum1
 
 
-@triton.jit(do_not_specialize=["step"])
-def _matvec_kernel(
+@triton.jit
+def _multiply_rows(
     low_ptr, high_ptr, scale_ptr, super_ptr, x_ptr, out_ptr,
-    n_batch, n_rows, n_unit, step, stride_xb, stride_ob,
+    n_batch, n_rows, n_unit, first, step, stride_xb, stride_ob,
     BATCH: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, LARGEST: tl.constexpr,
     LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, ZERO: tl.constexpr, HALVES: tl.constexpr,
     MINIMUM: tl.constexpr, SUPER: tl.constexpr,
 ):  # fmt: skip
-    """A program takes rows that are ``step`` apart and loads the next rows ahead."""
+    """Multiplies ROWS rows from ``first`` on, then those ``step`` later. It loads rows ahead."""
     FIELDS: tl.constexpr = 32 // LOW_BITS  # of a word
     SPLIT: tl.constexpr = 32 // (4 * FIELDS)  # units a group of 32 elements
     batch = tl.arange(0, BATCH)[:, None, None]
@@ -97,7 +97,6 @@ def _matvec_kernel(
         x_at, has_word & (batch < n_batch), BATCH, UNITS, FIELDS, HALVES, LARGEST
     )
     n_group = n_unit // SPLIT
-    first = tl.program_id(0) * ROWS
     row = (first + rows).to(tl.int64)
     mask = has_word & (row < n_rows)
     low = tl.load(low_ptr + row * (4 * n_unit) + word, mask=mask, eviction_policy="evict_first")
@@ -142,6 +141,48 @@ def _matvec_kernel(
         out = tl.sum(sums * x_scale, axis=2)[:, :, None]
         done = start + rows
         tl.store(out_ptr + batch * stride_ob + done, out, mask=(batch < n_batch) & (done < n_rows))
+
+
+@triton.jit(do_not_specialize=["step"])
+def _matvec_kernel(
+    low_ptr, high_ptr, scale_ptr, super_ptr, x_ptr, out_ptr,
+    n_batch, n_rows, n_unit, step, stride_xb, stride_ob,
+    BATCH: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, LARGEST: tl.constexpr,
+    LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, ZERO: tl.constexpr, HALVES: tl.constexpr,
+    MINIMUM: tl.constexpr, SUPER: tl.constexpr,
+):  # fmt: skip
+    _multiply_rows(
+        low_ptr, high_ptr, scale_ptr, super_ptr, x_ptr, out_ptr, n_batch, n_rows, n_unit,
+        tl.program_id(0) * ROWS, step, stride_xb, stride_ob, BATCH, ROWS, UNITS, LARGEST, LOW_BITS,
+        HIGH_BITS, ZERO, HALVES, MINIMUM, SUPER,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_program", "step", "step_2"])
+def _matvec_pair_kernel(
+    low_ptr, high_ptr, scale_ptr, super_ptr, low_2_ptr, high_2_ptr, scale_2_ptr, super_2_ptr, x_ptr,
+    out_ptr, out_2_ptr,
+    n_batch, n_rows, n_rows_2, n_unit, n_program, step, step_2, stride_xb, stride_ob,
+    BATCH: tl.constexpr, UNITS: tl.constexpr, LARGEST: tl.constexpr, LOW_BITS: tl.constexpr,
+    ROWS: tl.constexpr, HIGH_BITS: tl.constexpr, ZERO: tl.constexpr, HALVES: tl.constexpr,
+    MINIMUM: tl.constexpr, SUPER: tl.constexpr,
+    ROWS_2: tl.constexpr, HIGH_BITS_2: tl.constexpr, ZERO_2: tl.constexpr, HALVES_2: tl.constexpr,
+    MINIMUM_2: tl.constexpr, SUPER_2: tl.constexpr,
+):  # fmt: skip
+    """The first n_program programs multiply one matrix, the others the second one."""
+    program = tl.program_id(0)
+    if program < n_program:
+        _multiply_rows(
+            low_ptr, high_ptr, scale_ptr, super_ptr, x_ptr, out_ptr, n_batch, n_rows, n_unit,
+            program * ROWS, step, stride_xb, stride_ob, BATCH, ROWS, UNITS, LARGEST, LOW_BITS,
+            HIGH_BITS, ZERO, HALVES, MINIMUM, SUPER,
+        )  # fmt: skip
+    else:
+        _multiply_rows(
+            low_2_ptr, high_2_ptr, scale_2_ptr, super_2_ptr, x_ptr, out_2_ptr, n_batch, n_rows_2,
+            n_unit, (program - n_program) * ROWS_2, step_2, stride_xb, stride_ob, BATCH, ROWS_2,
+            UNITS, LARGEST, LOW_BITS, HIGH_BITS_2, ZERO_2, HALVES_2, MINIMUM_2, SUPER_2,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -208,4 +249,26 @@ def matvec(w: PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
         *planes_of(w), x, out, n_batch, w.n_rows, n_unit, n_program * rows, x.stride(0),
         out.stride(0), BATCH=batch, ROWS=rows, UNITS=triton.next_power_of_2(n_unit),
         LARGEST=LARGEST, **constants, num_warps=warps,
+    )  # fmt: skip
+
+
+def matvec_pair(w: PackedMatrix, w_2: PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
+    """``multiply_pair`` of weights/dot.py for one or two vectors."""
+    n_batch, n_unit = x.shape[0], w.low.shape[1] // 4
+    batch = triton.next_power_of_2(n_batch)
+    all_constants = [constants_of(w), constants_of(w_2)]
+    n_fields = 32 // all_constants[0]["LOW_BITS"]
+    tilings = [_tiling(n_unit, n_fields, batch * c["HALVES"]) for c in all_constants]
+    rows, rows_2 = (rows for rows, _ in tilings)
+    # The programs of a multiprocessor end together if each matrix has its share of all programs.
+    share = round(PROGRAMS * w.nbytes / (w.nbytes + w_2.nbytes))
+    n_program = min(triton.cdiv(w.n_rows, rows), max(1, share))
+    n_program_2 = min(triton.cdiv(w_2.n_rows, rows_2), max(1, PROGRAMS - share))
+    constants, second = all_constants
+    second = {f"{name}_2": value for name, value in second.items() if name != "LOW_BITS"}
+    _matvec_pair_kernel[(n_program + n_program_2,)](
+        *planes_of(w), *planes_of(w_2), x, out, out[:, w.n_rows :], n_batch, w.n_rows, w_2.n_rows,
+        n_unit, n_program, n_program * rows, n_program_2 * rows_2, x.stride(0), out.stride(0),
+        BATCH=batch, UNITS=triton.next_power_of_2(n_unit), LARGEST=LARGEST, ROWS=rows,
+        ROWS_2=rows_2, **constants, **second, num_warps=tilings[0][1],
     )  # fmt: skip

@@ -34,6 +34,7 @@ class Stack:
         self.parts = tuple(parts)
         self.n_rows = sum(part.n_rows for part in parts)
         self.n_columns = parts[0].n_columns
+        self._launches = _in_pairs(self.parts)
 
     @property
     def nbytes(self) -> int:
@@ -44,11 +45,13 @@ class Stack:
         if out is None:
             out = torch.empty(len(x), self.n_rows, dtype=torch.float32, device=x.device)
         at = 0
-        for part in self.parts:
+        for parts in self._launches:
+            end = at + sum(part.n_rows for part in parts)
             for start in range(0, len(x), dot.MAX_BATCH):
                 some = slice(start, start + dot.MAX_BATCH)
-                dot.multiply(part, x[some], out[some, at : at + part.n_rows])
-            at += part.n_rows
+                multiply = dot.multiply if len(parts) == 1 else dot.multiply_pair
+                multiply(*parts, x[some], out[some, at:end])
+            at = end
         return out
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
@@ -62,6 +65,17 @@ class Stack:
             dequantize.dequantize(part, dtype, out[at : at + part.n_rows])
             at += part.n_rows
         return out
+
+
+def _in_pairs(parts: Sequence[PackedMatrix]) -> list[Sequence[PackedMatrix]]:
+    """Returns the parts in their order, two neighbours together if one launch can take both."""
+    found: list[Sequence[PackedMatrix]] = []
+    for part in parts:
+        if found and len(found[-1]) == 1 and dot.can_pair(found[-1][0], part):
+            found[-1] = [*found[-1], part]
+        else:
+            found.append([part])
+    return found
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from gguf.quants import dequantize as gguf_dequantize
 from quantized_weights import random_rows
 from sweeps import sweep
 
-from sparsekv_cli.kernels.weights import dot, fields
+from sparsekv_cli.kernels.weights import dot, fields, matvec
 from sparsekv_cli.kernels.weights import packed as blocks
 from sparsekv_cli.kernels.weights.dequantize import dequantize
 
@@ -54,6 +54,32 @@ def test_matvec_of_many_vectors(name, n_batch, n_rows, n_columns, device):
     x = inputs(n_batch, n_columns)
     found = dot.multiply(packed, torch.from_numpy(x).to(device))
     assert_close(found, x, weights, 2e-4)
+
+
+@pytest.mark.parametrize("names", [("Q4_K", "Q6_K"), ("Q6_K", "Q4_0"), ("Q5_1", "Q5_0")])
+@pytest.mark.parametrize(("n_batch", "n_rows"), [(1, (70, 9)), (2, (6, 90)), (5, (70, 33))])
+def test_two_matrices_at_once(names, n_batch, n_rows, device, monkeypatch):
+    """Few vectors give the bits of two launches. What lies beside the result stays as it is."""
+    monkeypatch.setattr(matvec, "PROGRAMS", 8)
+    pairs = [matrix(name, rows, 512, device) for name, rows in zip(names, n_rows, strict=True)]
+    (first, w_1), (second, w_2) = pairs
+    x, n_all = inputs(n_batch, 512), sum(n_rows)
+    wide = torch.full((n_batch, n_all + 5), torch.nan, device=device)
+    given = torch.from_numpy(x).to(device)
+    found = dot.multiply_pair(first, second, given, wide[:, :n_all])
+    assert_close(found, x, np.concatenate([w_1, w_2]), 4e-6 if n_batch < 3 else 2e-4)
+    assert wide[:, n_all:].isnan().all()
+    if n_batch < 3:
+        apart = [dot.multiply(each, given) for each in (first, second)]
+        assert torch.equal(found, torch.cat(apart, 1))
+
+
+@pytest.mark.parametrize("names", [("Q4_K", "Q8_0"), ("F16", "Q4_0"), ("F16", "F16")])
+def test_pairs_that_do_not_go_together_are_refused(names, device):
+    first, second = (matrix(name, 4, 256, device)[0] for name in names)
+    assert not dot.can_pair(first, second)
+    with pytest.raises(ValueError, match="do not go together"):
+        dot.multiply_pair(first, second, torch.zeros(1, 256, device=device))
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "F16"])
