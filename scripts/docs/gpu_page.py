@@ -23,6 +23,19 @@ from measuring import ROOT, number
 PAGE, DATA = ROOT / "docs" / "gpu.md", ROOT / "docs" / "data" / "gpu"
 NOW = "h200"
 TOKENS = "tokens, llama-3.1-8b"
+HOST = (
+    "method",
+    "K and V",
+    "B",
+    "context",
+    "rows",
+    "ms",
+    "GPU",
+    "host",
+    "copies",
+    "waiting",
+    "MB moved",
+)
 COLUMNS = ((1, 8192), (1, 32768), (1, 131072), (8, 8192), (8, 32768))  # B, rows
 OPERATORS_AT = ((1, 8192), (1, 32768), (1, 131072), (8, 32768))
 BATCHES = (1, 2, 8)  # of products with weights
@@ -73,6 +86,23 @@ def tokens(now: Row) -> str:
 
     head = ["", *(f"B = {b}, {n}" for b, n in COLUMNS)]
     return table(head, ([named(m), *(cell(m, c) for c in COLUMNS)] for m in methods))
+
+
+def host(now: Row) -> str:
+    """Milliseconds of steps whose K and V lie on the host. The table is empty before they ran."""
+    rows = now.get("host", [])
+    head = ["", *HOST[1:5], "ms a step", *HOST[6:10], "MB moved"]
+    return table(head, ([named(r["method"]), *(r[name] for name in HOST[1:])] for r in rows))
+
+
+def threads(now: Row) -> str:
+    """Tokens a second of the CPU by its number of threads. The table is empty before they ran."""
+    rows = now.get("threads", [])
+    found = {(r["method"], r["depth"], r["threads"]): r["t/s"] for r in rows}
+    numbers = sorted({n for *_, n in found})
+    cases = dict.fromkeys((method, depth) for method, depth, _ in found)
+    made = ([named(m), d, *(found.get((m, d, n)) for n in numbers)] for m, d in cases)
+    return table(["", "rows", *(f"{n} threads" for n in numbers or (1, 2, 4, 8, 16))], made)
 
 
 def steps(now: Row) -> str:
@@ -142,7 +172,7 @@ def machine(now: Row) -> str:
 def page(before: str) -> str:
     """docs/gpu.md with its tables made again."""
     now = json.loads((DATA / f"{NOW}.json").read_text(encoding="utf-8"))
-    makers = machine, tokens, steps, freekv, weights, operators, logits, commands
+    makers = machine, host, threads, tokens, steps, freekv, weights, operators, logits, commands
     parts = {make.__name__: make(now) for make in makers}
     for name, made in parts.items():
         mark = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CARRY = ROOT / "build" / "gpu-carry"
 ENVIRONMENT = ROOT / "build" / "gpu-environment"  # of the other machine's Python, made by pack
 MODEL = CARRY / "model.gguf"
+ROWS = CARRY / "rows.npz"  # of gpu_rows.py
 KERNELS = CARRY / "kernels.tar.xz"
 MANIFEST = CARRY / "manifest.json"
 # Triton's cache, where kernels are compiled and used: its files name each other by whole paths.

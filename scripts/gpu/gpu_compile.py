@@ -79,7 +79,13 @@ def tasks() -> Iterator[tuple[str, Callable[[], None]]]:
     for name, n_batch in dict.fromkeys((name, n_batch) for name, _, n_batch in DEPTHS):
         depths = [n for other, n, b in DEPTHS if (other, b) == (name, n_batch)]
         yield f"tokens {name} B={n_batch}", partial(steps, name, n_batch, depths)
-    yield "tokens, K and V on the host", partial(steps_on_host, DEPTHS[0][0])
+    from gpu_host import METHODS, SIZES
+
+    for n_batch in dict.fromkeys(n_batch for _, n_batch in SIZES):
+        depths = [n for n, b in SIZES if b == n_batch]
+        for spec, kv in METHODS:
+            do = partial(host_steps, spec, kv, n_batch, depths)
+            yield f"host {spec} {kv} B={n_batch}", do
     yield "operators", operators
     yield "weights", products
     yield "clock", times
@@ -95,6 +101,7 @@ def blank(*shape: int, device: Any, generator: Any = None) -> Any:
 def open_blank(name: str, kv: str) -> tuple[Any, Any]:
     """An engine whose weights have the shapes of ``name``, and a Bench."""
     import gpu_models
+    import gpu_rows
     import torch
     from gpu_parts import Bench
 
@@ -110,7 +117,7 @@ def open_blank(name: str, kv: str) -> tuple[Any, Any]:
         return replace(few, n_rows=len(data), **planes)
 
     weights.repack = repack
-    gpu_models.FILL = blank
+    gpu_rows.FILL = blank
     device = torch.device("cpu")
     engine = gpu_models.open_engine(gpu_models.random_model(name, N_LAYER), device, 1, kv)
     return engine, Bench(device, False, None)
@@ -135,24 +142,26 @@ def steps(name: str, n_batch: int, depths: Sequence[int]) -> None:
                 decoding.step()
 
 
-def steps_on_host(name: str) -> None:
-    """Steps of lfps and full whose K and V lie on the host."""
+def host_steps(spec: str, kv: str, n_batch: int, depths: Sequence[int]) -> None:
+    """Steps as the part ``host`` takes them. Those on the host launch the same at any depth."""
     from gpu_decoding import Decoding
+    from gpu_rows import RepeatedRows
 
-    engine, bench = open_blank(name, "host")
-    for spec in ("lfps", "full"):
-        decoding = Decoding(engine, bench.method(spec), 2048, 3, 1)
+    engine, bench = open_blank("llama-3.1-8b", kv)
+    rows = RepeatedRows(engine.device)
+    for n in [2048] if kv == "host" else depths:
+        decoding = Decoding(engine, bench.method(spec), n, 3, n_batch, rows)
         for _ in range(3):
             decoding.step()
 
 
 def operators() -> None:
-    import gpu_models
+    import gpu_rows
     import torch
     from gpu_operators import SHAPES, OperatorInputs, cache_operators
     from gpu_parts import OPERATOR_BATCHES, OPERATOR_ROWS
 
-    gpu_models.FILL = blank
+    gpu_rows.FILL = blank
     torch.randn = torch.zeros  # type: ignore[assignment]
     device = torch.device("cpu")
     for n in OPERATOR_ROWS:

@@ -1,5 +1,6 @@
 """Decode steps of several sequences with random rows, and where their time goes by kernel."""
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -60,10 +61,12 @@ class Decoding:
     """B sequences of n random rows each, and room for n_more steps."""
 
     def __init__(
-        self, engine: DeviceEngine, method: Method, n: int, n_more: int, n_batch: int
-    ) -> None:
+        self, engine: DeviceEngine, method: Method, n: int, n_more: int, n_batch: int,
+        rows: Any = None, end: float = math.inf,
+    ) -> None:  # fmt: skip
+        """rows, end: see ``filled_caches``."""
         self.engine, self.n = engine, n
-        self.caches = [filled_caches(engine, method, n, n_more) for _ in range(n_batch)]
+        self.caches = [filled_caches(engine, method, n, n_more, rows, end) for _ in range(n_batch)]
         self.tokens = [1] * n_batch
         self.samplers = [greedy_sampler() for _ in range(n_batch)]
 
@@ -98,19 +101,10 @@ def profile_rows(
     """A row a kernel of ``n_steps`` steps, the longest first. ms: a step without the profiler."""
     if device.type != "cuda":
         return
-    kinds = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds) as profiler:
-        for _ in range(n_steps):
-            step()
-        torch.cuda.synchronize()
-    times: dict[str, list[float]] = defaultdict(list)
-    spans = []
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            times[event.name].append(event.device_time_total)
-            spans.append((event.time_range.start, event.time_range.end))
+    times = _profiled(step, n_steps)
     busy = sum(map(sum, times.values())) / n_steps / 1e3
-    row = {"kernel": "step", "launches": len(spans) / n_steps, "us each": 1e3 * ms,
+    n_launch = sum(map(len, times.values())) / n_steps
+    row = {"kernel": "step", "launches": n_launch, "us each": 1e3 * ms,
            "ms a step": ms, "busy ms": busy}  # fmt: skip
     yield row
     for name, each in sorted(times.items(), key=lambda item: -sum(item[1]))[:16]:
@@ -118,3 +112,36 @@ def profile_rows(
             "kernel": name[:60], "launches": len(each) / n_steps, "us each": sum(each) / len(each),
             "ms a step": sum(each) / n_steps / 1e3, "busy ms": None,
         }  # fmt: skip
+
+
+def device_times(
+    step: Callable[[], None], n_steps: int, device: torch.device
+) -> dict[str, float | None]:
+    """Milliseconds of a step in kernels and in copies between host and device; None without a GPU.
+
+    Times on two streams are added up.
+    """
+    if device.type != "cuda":
+        for _ in range(n_steps):
+            step()
+        return {"kernels": None, "copies": None}
+    times = _profiled(step, n_steps)
+    copies = sum(sum(each) for name, each in times.items() if name.startswith("Mem"))
+    everything = sum(map(sum, times.values()))
+    return {
+        "kernels": (everything - copies) / n_steps / 1e3, "copies": copies / n_steps / 1e3,
+    }  # fmt: skip
+
+
+def _profiled(step: Callable[[], None], n_steps: int) -> dict[str, list[float]]:
+    """Microseconds of each launch and copy of some steps, by name."""
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profiler:
+        for _ in range(n_steps):
+            step()
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times[event.name].append(event.device_time_total)
+    return times

@@ -4,8 +4,10 @@ All layers of a model share one layer's random numbers on the host, so that a sh
 weights is there in seconds; on the device each layer has its own copy, as in a real model.
 """
 
+import math
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_rows import RandomRows
 
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
@@ -50,8 +53,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "n_layer": 2, "n_embd": 64, "n_head": 2, "n_head_kv": 1, "n_ff": 64, "n_vocab": 259,
     },
 }  # fmt: skip
-FILL = torch.randn  # what makes rows; kernels that are only compiled need no random ones
-FILL_ROWS = 8192  # rows that a cache is given at a time
 
 
 @dataclass(frozen=True)
@@ -125,32 +126,34 @@ def random_calibration(spec: LayerSpec, rng: np.random.Generator) -> Mapping[str
 
 
 def filled_caches(
-    engine: DeviceEngine, method: Method, n: int, n_more: int
-) -> Sequence[LayerCache]:
-    """A cache of every layer with n random rows and room for n_more, as a prefill leaves it."""
+    engine: DeviceEngine, method: Method, n: int, n_more: int, rows: Any = None,
+    end: float = math.inf,
+) -> Sequence[LayerCache]:  # fmt: skip
+    """A cache of every layer with n rows and room for n_more, as a prefill leaves it.
+
+    rows: of gpu_rows.py; None: random ones. Raises TimeoutError at the time ``end``.
+    """
     engine.n_ctx = n + n_more
-    generator = torch.Generator(device=engine.device).manual_seed(0)
+    rows = rows or RandomRows(engine.device)
     calibration = random_calibration(engine.decoder.layer_specs()[0], np.random.default_rng(0))
     caches = []
     for spec in engine.decoder.layer_specs():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{len(caches)} of {spec.n_layer} layers were filled in time")
         cache = engine.layer(method, replace(spec, calibration=calibration))
         cache.reserve(n + n_more)
-        fill(cache, spec, n, generator)
+        fill(cache, spec, n, rows)
         caches.append(cache)
     return caches
 
 
-def fill(cache: Any, spec: LayerSpec, n: int, generator: torch.Generator) -> None:
-    """Prefills n random rows."""
+def fill(cache: Any, spec: LayerSpec, n: int, rows: Any) -> None:
+    """Prefills n rows."""
     inner = cache.cache if isinstance(cache, HostCache) else cache
-    for pos in range(0, n, FILL_ROWS):
-        rows = min(FILL_ROWS, n - pos)
-
-        def heads(count: int, width: int, rows: int = rows) -> Any:
-            made = FILL(count, rows, width, generator=generator, device=generator.device)
-            return made.half() if inner is cache else made.cpu().numpy()
-
-        q, k = heads(spec.n_head, spec.head_dim), heads(spec.n_head_kv, spec.head_dim)
-        v = heads(spec.n_head_kv, spec.value_dim)
+    for pos in range(0, n, rows.at_once):
+        made = rows.piece(spec, pos, min(rows.at_once, n - pos))
+        if inner is not cache:
+            made = [x.float().cpu().numpy() for x in made]
+        q, k, v = made
         inner.extend(AttnInput(q, k, v, q, k, pos))
     inner.finish_prefill()

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from gpu_models import fill, random_calibration
 from gpu_references import attend_ref, best_rows_ref, page_rows_ref
+from gpu_rows import RandomRows
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -19,11 +20,12 @@ from sparsekv_cli.device.cache import DeviceInput, StepNumbers, grid_bound
 from sparsekv_cli.device.methods import device_cache
 from sparsekv_cli.evaluation.compare import build_spec
 from sparsekv_cli.kernels.attention import decode, select
+from sparsekv_cli.kernels.attention.decode import NewRow
 from sparsekv_cli.kernels.attention.scores import score_rows
 from sparsekv_cli.kernels.fasa import chunks
 from sparsekv_cli.kernels.quest import pages
-from sparsekv_cli.kernels.quest.page_rows import page_rows
-from sparsekv_cli.kernels.quest.scores import PageCandidates, softmax_scores
+from sparsekv_cli.kernels.quest.scores import none_arrived
+from sparsekv_cli.kernels.quest.step import PageRules, step_rows
 
 BUDGET = 512  # rows that the methods attend to
 N_TIP = 16  # FASA: dominant chunks of 64
@@ -83,6 +85,9 @@ class OperatorInputs:
             torch.empty(shape_of_pages, dtype=torch.float16, device=device) for _ in range(2)
         )
         pages.page_summaries(self.k, self.hi, self.lo, PAGE, False, 0, n_page)
+        # Quest's step stores the last row again.
+        self.last = NewRow(*(x[:, :, -1].float().contiguous() for x in (self.k, self.v)))
+        self.arrived = none_arrived(n_batch, n_kv, device)
 
     def full(self) -> torch.Tensor:
         return decode.attend_dense(self.q, self.k, self.v, self.n, self.n_rows, self.scale)
@@ -140,33 +145,33 @@ class OperatorInputs:
         return torch.cat([q @ k.float().transpose(1, 2) for q, k in each], 1)
 
     def in_best_pages(self) -> torch.Tensor:
-        is_row = page_rows_ref(self.q, self.hi, self.lo, self.n_rows, BUDGET, PAGE, N_FIRST)
+        is_row = page_rows_ref(
+            self.q, self.hi, self.lo, self.scale, self.n_rows, BUDGET, PAGE, N_FIRST
+        )
         return attend_ref(self.q, self.k, self.v, self.scale, is_row)
 
-    def _attend_best(self, scores: torch.Tensor) -> torch.Tensor:
+    def _attend_best(self, score: Callable[..., torch.Tensor]) -> torch.Tensor:
+        tops = select.empty_tops(*self.q.shape[:2], self.n_rows, BUDGET, self.q.device)
         idx, counts = select.select_largest(
-            scores, self.n, self.n_rows, self.budget, BUDGET, N_FIRST, N_LAST
+            score(tops=tops), self.n, self.n_rows, self.budget, BUDGET, N_FIRST, N_LAST, tops=tops
         )
         return decode.attend_rows(self.q, self.k, self.v, idx, counts, self.scale)
 
     def topk(self) -> torch.Tensor:
-        return self._attend_best(score_rows(self.q, self.k, self.n, self.n_rows, self.scale))
+        return self._attend_best(
+            partial(score_rows, self.q, self.k, self.n, self.n_rows, self.scale)
+        )
 
     def fasa(self) -> torch.Tensor:
         return self._attend_best(
-            chunks.score_chunks(self.q, self.dom_dims, self.dom, self.n, self.n_rows)
+            partial(chunks.score_chunks, self.q, self.dom_dims, self.dom, self.n, self.n_rows)
         )
 
     def quest(self) -> torch.Tensor:
-        n_page = self.hi.shape[2]
-        pooled = softmax_scores(
-            self.q, self.hi, self.lo, self.n, self.budget, n_page, PAGE, self.scale,
-            PageCandidates(first=0, recent=1, reserved=1),
+        idx, counts = step_rows(
+            self.q, self.last, self.k, self.v, self.hi, self.lo, self.arrived, self.n, self.budget,
+            BUDGET // PAGE, PageRules(PAGE, False, N_FIRST, self.scale),
         )  # fmt: skip
-        chosen, sizes = select.select_largest(
-            pooled.scores, pooled.n_page, n_page, pooled.n_best, BUDGET // PAGE
-        )
-        idx, counts = page_rows(chosen, sizes, self.n, PAGE, N_FIRST)
         return decode.attend_rows(self.q, self.k, self.v, idx, counts, self.scale)
 
     def operators(self) -> Iterator[Operator]:
@@ -213,7 +218,7 @@ def cache_operators(
         value_dim=shape.d, n_threads=1, theta=5e5 ** (-np.arange(shape.d // 2) / (shape.d // 2)),
     )  # fmt: skip
     spec = replace(spec, calibration=random_calibration(spec, np.random.default_rng(0)))
-    generator = torch.Generator(device=device).manual_seed(0)
+    rows = RandomRows(device)
     for name in names:
         method: Any = build_spec(name)
         if name.startswith("freekv"):
@@ -221,7 +226,7 @@ def cache_operators(
         caches = [device_cache(method)(spec, device, method) for _ in range(n_batch)]
         for cache in caches:
             cache.reserve(n + 2)
-            fill(cache, spec, n, generator)
+            fill(cache, spec, n, rows)
         launch = _planned(caches, spec, n + 1)
         before = _bytes_read(caches)
         launch()  # a first step, which chooses ahead for the second

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_decoding import BACKENDS, Decoding, attention_of, profile_rows
+from gpu_host import HostPart
 from gpu_launches import recorded
 from gpu_models import RandomModel, filled_caches, open_engine, random_model, tiny_model
 from gpu_operators import SHAPES, Operator, OperatorInputs, Shape, cache_operators
@@ -202,17 +203,16 @@ class Bench:
     # --- whole tokens -----------------------------------------------------------------------------
 
     def tokens(self) -> Iterator[Task]:
-        """Decode and prefill with random weights; lfps and full with K and V on the host too."""
+        """Decode and prefill with random weights, K and V on the device."""
         names = ("tiny",) if self.tiny else ("llama-3.1-8b", "llama-3.2-1b")
-        large = names[0]
         models = {name: random_model(name) for name in names}
 
         @lru_cache
-        def engine_of(name: str, kv: str) -> DeviceEngine:
-            return open_engine(models[name], self.device, self.n_threads, kv)
+        def engine_of(name: str) -> DeviceEngine:
+            return open_engine(models[name], self.device, self.n_threads, "auto")
 
         for name, n, n_batch in [("tiny", 150, 2)] if self.tiny else DEPTHS:
-            model, engine = models[name], engine_of(name, "auto")
+            model, engine = models[name], engine_of(name)
             if n < 131072 and n_batch < 8:
                 prefill = partial(self._prefill_speed, model, engine, n)
                 yield Task(f"prefill, {name}", str(n), prefill)
@@ -221,13 +221,18 @@ class Bench:
                     continue
                 if (n_batch > 1 or n > 32768) and spec in OVER_THE_BUS:
                     continue  # to pin that much memory of the host takes longer than to measure
-                decode = partial(self._decode_speed, model, engine, spec, n, "auto", n_batch)
+                decode = partial(self._decode_speed, model, engine, spec, n, n_batch)
                 yield Task(f"tokens, {name}", f"{spec} B={n_batch} {n}", decode)
-        n = 150 if self.tiny else 32768
-        for spec in ("lfps", "full"):
-            engine = engine_of(large, "host")
-            on_host = partial(self._decode_speed, models[large], engine, spec, n, "host")
-            yield Task(f"tokens, {large}", f"{spec} {n}, K and V on the host", on_host)
+
+    def host(self) -> Iterator[Task]:
+        """Decode with random weights, K and V on the host."""
+        model = random_model("tiny" if self.tiny else "llama-3.1-8b")
+
+        @lru_cache
+        def engine_of(kv: str) -> DeviceEngine:
+            return open_engine(model, self.device, self.n_threads, kv)
+
+        yield from HostPart(self.device, self.tiny, engine_of, self.method).tasks()
 
     def _prefill_speed(self, model: RandomModel, engine: DeviceEngine, n: int) -> Iterator[Row]:
         ids = np.random.default_rng(0).integers(0, model.hparams.n_vocab, n).tolist()
@@ -242,10 +247,10 @@ class Bench:
         yield {"tokens": n, "t/s": n / seconds[-1], "s": seconds[-1]}
 
     def _decode_speed(
-        self, model: RandomModel, engine: DeviceEngine, spec: str, n: int, kv: str, n_batch: int = 1
+        self, model: RandomModel, engine: DeviceEngine, spec: str, n: int, n_batch: int = 1
     ) -> Iterator[Row]:
         """Steps of n_batch sequences that choose their tokens greedily, as generation does."""
-        if kv == "auto" and not self._fits(1.4 * n_batch * model.hparams.kv_bytes(n)):
+        if not self._fits(1.4 * n_batch * model.hparams.kv_bytes(n)):
             return
         # The first steps are compiled, captured, and replayed once.
         n_first, n_steps = (0, 1) if self.tiny else (3, 16)
@@ -260,7 +265,7 @@ class Bench:
         moved = (after["bytes_moved"] - before.get("bytes_moved", 0)) / n_steps
         waited = (after.get("us_waited", 0) - before.get("us_waited", 0)) / n_steps
         yield {
-            "method": spec, "B": n_batch, "context": n, "K and V": kv, "ms": ms,
+            "method": spec, "B": n_batch, "context": n, "K and V": "auto", "ms": ms,
             "t/s": 1e3 * n_batch / ms,
             "device MB": after["bytes_device"] / 1e6, "host MB": after["bytes_host"] / 1e6,
             "MB moved a token, random rows": moved / 1e6, "us waited": waited,
@@ -298,7 +303,7 @@ class Bench:
         engine = open_engine(model, self.device, self.n_threads, "auto")
         n = 150 if self.tiny else 32768
         for spec in ABLATION:
-            decode = partial(self._decode_speed, model, engine, spec, n, "auto")
+            decode = partial(self._decode_speed, model, engine, spec, n)
             yield Task("freekv", spec, decode)
 
     def memory(self) -> Iterator[Task]:

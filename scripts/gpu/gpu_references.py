@@ -37,18 +37,21 @@ def best_rows_ref(scores: torch.Tensor, budget: int, n_first: int, n_last: int) 
 
 
 def page_rows_ref(
-    q: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor, n: int, budget: int, page: int,
-    n_sinks: int,
+    q: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor, scale: float, n: int, budget: int,
+    page: int, n_sinks: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Quest's rows: the best pages, sinks and the current page: bool (B, G, n)."""
+    """Quest's rows: the best pages, sinks and the current page: bool (B, G, n).
+
+    The best pages have the largest mean of the group's softmax.
+    """
     grouped = q.float().unflatten(1, (hi.shape[1], -1))
     end = (n - 1) // page
     bounds = grouped.clamp(min=0) @ hi[:, :, :end].float().transpose(2, 3)
     bounds += grouped.clamp(max=0) @ lo[:, :, :end].float().transpose(2, 3)
-    bounds = bounds.amax(2)
-    best = bounds.topk(min((budget - (n - end * page)) // page, end), dim=2).indices
-    is_page = torch.zeros_like(bounds, dtype=torch.bool).scatter_(2, best, True)
-    is_row = torch.ones(*bounds.shape[:2], n, dtype=torch.bool, device=q.device)
+    pooled = (scale * bounds).softmax(-1).mean(2)
+    best = pooled.topk(min((budget - 1) // page, end), dim=2).indices
+    is_page = torch.zeros_like(pooled, dtype=torch.bool).scatter_(2, best, True)
+    is_row = torch.ones(*pooled.shape[:2], n, dtype=torch.bool, device=q.device)
     is_row[..., : end * page] = is_page.repeat_interleave(page, dim=2)
     is_row[..., :n_sinks] = True
     return is_row

@@ -51,7 +51,8 @@ PARTS = {
     "logits": ("topk", [("logits", "topk"), ("whole budget", "topk")]),
     "weights": ("Q4_K", [("weights", None)]),
     "operators": ("tiny", [("operators", None)]),
-    "tokens": ("lfps", [("tokens, tiny", "lfps")]),
+    "tokens": ("topk", [("tokens, tiny", "topk")]),
+    "host": ("B=2,recorded", [("host", "lfps"), ("host", "full"), ("host", "freekv")]),
     "freekv": ("speculate=false", [("freekv", "freekv:speculate=false")]),
 }  # fmt: skip
 

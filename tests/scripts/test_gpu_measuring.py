@@ -1,5 +1,6 @@
 """How scripts/gpu measures, where there is no GPU: the order of a sample, launches, the model."""
 
+import re
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from scripts_as_modules import load_script
+from source_tree import root
 
 from sparsekv_cli.evaluation.compare import build_spec
 from sparsekv_cli.models.sources.locate import resolve_model
@@ -63,7 +65,7 @@ def test_the_model_for_logits_is_the_default_one(monkeypatch):
     assert task.rows.args[0] == resolve_model("smollm2")
 
 
-def launches_of_a_layer(spec: str) -> tuple[Counter[str], Counter[str]]:
+def launches_of_a_layer(spec: str, n: int) -> tuple[Counter[str], Counter[str]]:
     """Of two steps: the kernels in a row and beside them that a layer of Llama-3.1-8B's heads adds.
 
     Kernels are noted and left undone, so they need not be interpreted.
@@ -80,7 +82,7 @@ def launches_of_a_layer(spec: str) -> tuple[Counter[str], Counter[str]]:
         model = random_model("heads of llama-3.1-8b", n_layer)
         engine = open_engine(model, torch.device("cpu"), 1, "device")
         with recorded() as launches:
-            steps = Decoding(engine, method, 1000, 4, 1)
+            steps = Decoding(engine, method, n, 4, 1)
             for i in range(4):
                 if i == 2:
                     begin = len(launches)
@@ -91,10 +93,30 @@ def launches_of_a_layer(spec: str) -> tuple[Counter[str], Counter[str]]:
     return two - one, two_beside - one_beside
 
 
-def test_launches_of_a_layer():
+def told_launches() -> dict[str, tuple[int, int]]:
+    """The table of docs/gpu.md: launches of a layer, and those on a second stream."""
+    text = (root() / "docs" / "gpu.md").read_text(encoding="utf-8")
+    rows = re.search(r"^\| \|(.*)\|\n.*\n\| launches a layer(.*)\|\n.*stream(.*)\|$", text, re.M)
+    assert rows is not None
+    names, in_row, beside = (row.strip(" |").split(" | ") for row in rows.groups())
+    counts = zip(map(int, in_row), map(int, beside), strict=True)
+    return dict(zip((name.strip("`") for name in names), counts, strict=True))
+
+
+@pytest.mark.parametrize("spec", ["full", "quest", "fasa", "topk", "freekv", "sals"])
+def test_launches_of_a_layer_are_those_of_the_page(spec, monkeypatch):
     load_script("gpu/bench")
-    in_row, beside = launches_of_a_layer("full")
-    assert in_row.total() / 2 == 10 and not beside
-    assert in_row["matvec"] == 8 and in_row["rms_norm"] == 4
-    in_row, beside = launches_of_a_layer("freekv")
-    assert {"offload_pages", "fetch_pages"} <= set(beside) and "offload_pages" not in in_row
+    import gpu_rows
+
+    monkeypatch.setattr(gpu_rows, "FILL", lambda *shape, **_: torch.zeros(*shape))
+    in_row, beside = launches_of_a_layer(spec, 16384)
+    assert (in_row.total() / 2, beside.total() / 2) == told_launches()[spec]
+    if spec == "full":
+        assert in_row["matvec"] == 8 and in_row["rms_norm"] == 4
+    if spec == "freekv":
+        assert {"offload_pages", "fetch_pages"} <= set(beside) and "offload_pages" not in in_row
+
+
+def test_every_method_of_the_page_is_counted():
+    marks = test_launches_of_a_layer_are_those_of_the_page.pytestmark
+    assert list(told_launches()) == marks[0].args[1]
