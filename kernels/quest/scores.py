@@ -175,10 +175,16 @@ def page_scratch(
 ) -> PageScratch:
     """Allocates scratch for a launch that chooses among at most n_page_max pages."""
     n_split = page_tiling(n_batch, n_head, n_kv_head, d, n_page_max).grid[0]
-    shapes = (n_batch, n_head, n_page_max), (n_split, n_batch, n_head), (n_split, n_batch, n_head)
-    floats = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
-    keys = torch.empty(n_batch, n_kv_head, n_page_max, dtype=torch.int32, device=device)
-    return PageScratch(*floats, keys)
+
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
+    return PageScratch(
+        scores=floats(n_batch, n_head, n_page_max),
+        peak=floats(n_split, n_batch, n_head),
+        mass=floats(n_split, n_batch, n_head),
+        keys=torch.empty(n_batch, n_kv_head, n_page_max, dtype=torch.int32, device=device),
+    )
 
 
 def none_arrived(n_batch: int, n_kv_head: int, device: torch.device) -> torch.Tensor:

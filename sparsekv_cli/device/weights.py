@@ -49,8 +49,10 @@ class Stack:
             end = at + sum(part.n_rows for part in parts)
             for start in range(0, len(x), dot.MAX_BATCH):
                 some = slice(start, start + dot.MAX_BATCH)
-                multiply = dot.multiply if len(parts) == 1 else dot.multiply_pair
-                multiply(*parts, x[some], out[some, at:end])
+                if len(parts) == 1:
+                    dot.multiply(parts[0], x[some], out[some, at:end])
+                else:
+                    dot.multiply_pair(parts[0], parts[1], x[some], out[some, at:end])
             at = end
         return out
 

@@ -97,7 +97,7 @@ class DeviceFASA(DeviceSelecting):
         """Returns the best of the rows by their dominant dims: idx (B, H, m), counts (B, H)."""
         (dom,) = index
         n = x.step.n
-        tops = select.empty_tops(*x.q.shape[:2], self._n_max, self._k_max, x.q.device)
+        tops = select.empty_tops(len(x.q), self.spec.n_head, self._n_max, self._k_max, self.device)
         scores = chunks.score_chunks(
             x.q, self._dom_dims, dom, n, self._n_max, new=NewRow(x.k, x.v), into=(k, v),
             k_dims=self._k_dims, tops=tops,

@@ -29,7 +29,7 @@ class DeviceTopK(DeviceSelecting):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         n, n_max = x.step.n, self._n_max
         new, scale = NewRow(x.k, x.v), float(self.spec.scale)
-        tops = select.empty_tops(*x.q.shape[:2], n_max, self._k_max, x.q.device)
+        tops = select.empty_tops(len(x.q), self.spec.n_head, n_max, self._k_max, self.device)
         scores = score_rows(x.q, k, n, n_max, scale, new=new, v=v, tops=tops)
         return select.select_largest(
             scores, n, n_max, x.step.budget, self._k_max, N_SINKS, self._recent, tops=tops
