@@ -170,7 +170,7 @@ def _choose_pages_kernel(
 
 
 class ChoiceBuffers(NamedTuple):
-    """What a choice reads and writes beside the pages."""
+    """Tensors that a choice reads and writes, in addition to the pages."""
 
     wanted: torch.Tensor  # int32 (B, G): the kv heads with another number than 0 choose
     arrived: torch.Tensor  # int32 (B, G): see quest/scores.py none_arrived

@@ -128,8 +128,8 @@ def step_rows(
 
     The row is written to k f16 (B, G, capacity, d) and v (B, G, capacity, d_v), and the summary of
     a page that it completes to hi, lo f16 (B, G, pages, d). q (B, H, d); n, budget int32 (B,): rows
-    in context, the new one included, and rows to attend to. Of the whole pages before the new row's
-    page, a kv head takes the (budget - 1) // page <= m best. A head's score of a page is
+    in context, the new one included, and rows to attend to. A kv head takes the (budget - 1) //
+    page <= m best of the whole pages before the new row's page. A head's score of a page is
     scale (relu(q) . hi - relu(-q) . lo). The best pages have the largest mean of the group's
     softmax. Returns idx int32 (B, G, n_sinks + (m + 1) page) and the numbers of rows in it, counts
     int32 (B, G). The result is that of select_pages in cpu/quest/pages.py. arrived int32 (B, G):
