@@ -28,7 +28,7 @@ LIMITS = tomllib.loads((root() / "tests/data/limits.toml").read_text("utf-8"))
 MOST, EXCEPTIONS = LIMITS["most"], LIMITS["exceptions"]
 PYTHON = "#!/usr/bin/env python"
 # Decorators of functions that numba or Triton compiles.
-KERNEL = re.compile(r"(njit|jit|triton\.jit|intrinsic|cfunc|vectorize)\b")
+KERNEL = re.compile(r"(njit|jit|triton\.jit|intrinsic|emitter|cfunc|vectorize)\b")
 
 
 def files_of(*folders: str) -> list[Path]:

@@ -11,7 +11,7 @@ vpmaddubsw (AVX2) multiplies them, and adds up all dims in i16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from llvmlite import ir
 
@@ -137,18 +137,3 @@ def _add_halves(b: ir.IRBuilder, total: ir.Value, rows: ir.Value, query: ir.Valu
         return _add_products(b, total, b.bitcast(rows, vec(I8, LINE)), query, unsigned=False)
     rows, query = (b.bitcast(each, vec(I8, PAIR)) for each in (rows, query))
     return llvm.add_in_order(b, total, byte_products(b, rows, query))
-
-
-def for_each_number(
-    b: ir.IRBuilder, number: ir.Value, emit: Callable[[int], None], most: int = MAX_QUERIES
-) -> None:
-    """Emits a switch on ``number``, with the code of ``emit(n)`` for every n up to ``most``."""
-    done = b.append_basic_block("done")
-    switch = b.switch(number, done)
-    for n in range(1, most + 1):
-        block = b.append_basic_block()
-        switch.add_case(I64(n), block)
-        b.position_at_end(block)
-        emit(n)
-        b.branch(done)
-    b.position_at_end(done)

@@ -50,10 +50,9 @@ def soften_rows(
         is_number = b.fcmp_ordered("<", size, const(F32, -float(LOWEST), width))
         return b.select(is_number, y, x)
 
-    def row(j: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+    def row(j: ir.Value, carried: list[ir.Value]) -> None:
         at = b.add(scores, b.mul(j, I64(4 * (stride or width))))
         llvm.store(b, softened(load(b, lanes, at)), at)
-        return []
 
     llvm.loop(b, I64(0), count, 1, [], row)
     best = softened(load(b, lanes, top))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
 from sparsekv_cli.cpu.attention.rows import HIGH_BITS, KIND, NIBBLES, Q4_0, Q5_1, Q8_0, QUANT_BLOCK
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.llvm import F16, F32, I8, I32, I64, LANES, const, load, splat, vec
 
 VECTOR_LANES = LANES if llvm.has_feature("avx512f") else 8
@@ -79,19 +78,12 @@ class RowReader:
         return llvm.fma(b, b.uitofp(quants, VW), *scale)
 
 
-@intrinsic
-def widen_halves(typingctx, source, count, target):
+@emitter
+def widen_halves(b, source, count, target):
     """target[i] = f32 of the f16 source[i], i < count rounded up to 16; addresses."""
 
-    def codegen(context, b, signature, args):
-        source, count, target = args
+    def body(j, carried):
+        lanes = llvm.load_half_lanes(b, b.add(source, b.mul(j, I64(2))))
+        llvm.store(b, lanes, b.add(target, b.mul(j, I64(4))))
 
-        def body(j, carried):
-            lanes = llvm.load_half_lanes(b, b.add(source, b.mul(j, I64(2))))
-            llvm.store(b, lanes, b.add(target, b.mul(j, I64(4))))
-            return []
-
-        llvm.loop(b, I64(0), count, LANES, [], body)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), codegen
+    llvm.loop(b, I64(0), count, LANES, [], body)

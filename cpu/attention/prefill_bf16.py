@@ -12,8 +12,7 @@ the left.
 from __future__ import annotations
 
 import numpy as np
-from numba import prange, types
-from numba.extending import intrinsic
+from numba import prange
 
 from sparsekv_cli.cpu.attention.flash import LOG2_E, LOWEST
 from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
@@ -29,6 +28,7 @@ from sparsekv_cli.cpu.attention.softmax_bf16 import (
 from sparsekv_cli.cpu.attention.tile import widen_row
 from sparsekv_cli.cpu.jit import bf16, llvm
 from sparsekv_cli.cpu.jit.bf16 import PAIRS, ROWS, multiply, narrowed
+from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import (
     I32,
@@ -62,33 +62,22 @@ def wide_lanes(b, kind, row, c):
     return load(b, VF, b.add(row, b.mul(c, I64(4))))
 
 
-@intrinsic
-def _narrow(typingctx, kind, row, width, out):
+@emitter(kind=LITERAL)
+def _narrow(b, kind, row, width, out):
     """Writes out bf16 (width,) = the row of f16 or f32 numbers at the address ``row``.
 
     kind: the literal F16_ROWS or F32_ROWS. width: a multiple of 16. out: an address.
     """
-    if not isinstance(kind, types.IntegerLiteral):
-        return None
 
-    def codegen(context, b, signature, args):
-        mode = signature.args[0].literal_value
-        _, row, width, out = args
+    def body(c, carried):
+        lanes = wide_lanes(b, kind, row, c)
+        llvm.store(b, narrowed(b, lanes), b.add(out, b.mul(c, I64(2))))
 
-        def body(c, carried):
-            lanes = wide_lanes(b, mode, row, c)
-            llvm.store(b, narrowed(b, lanes), b.add(out, b.mul(c, I64(2))))
-            return []
-
-        llvm.loop(b, I64(0), width, LANES, [], body)
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(kind, i64, i64, i64), codegen
+    llvm.loop(b, I64(0), width, LANES, [], body)
 
 
-@intrinsic
-def _narrow_transposed(typingctx, kind, rows, row_bytes, last, width, out, out_row):
+@emitter(kind=LITERAL)
+def _narrow_transposed(b, kind, rows, row_bytes, last, width, out, out_row):
     """Writes out bf16 (width, 32): the transpose of 32 rows of ``width`` f16 or f32 numbers.
 
     Column j of ``out`` is row j, and row ``last`` if j > last. With last = 4 the columns 5 to 31
@@ -97,31 +86,21 @@ def _narrow_transposed(typingctx, kind, rows, row_bytes, last, width, out, out_r
     kind: the literal F16_ROWS or F32_ROWS. rows, out: addresses. row_bytes, out_row: bytes from one
     row of the input, or of ``out``, to the next. width: a multiple of 16.
     """
-    if not isinstance(kind, types.IntegerLiteral):
-        return None
+    places = []
+    for j in range(2 * LANES):
+        is_after = b.icmp_signed(">", I64(j), last)
+        places.append(b.add(rows, b.mul(row_bytes, b.select(is_after, last, I64(j)))))
 
-    def codegen(context, b, signature, args):
-        mode = signature.args[0].literal_value
-        _, rows, row_bytes, last, width, out, out_row = args
-        places = []
-        for j in range(2 * LANES):
-            is_after = b.icmp_signed(">", I64(j), last)
-            places.append(b.add(rows, b.mul(row_bytes, b.select(is_after, last, I64(j)))))
+    def body(c, carried):
+        words = [b.zext(narrowed(b, wide_lanes(b, kind, at, c)), VI) for at in places]
+        pairs = [
+            b.or_(low, b.shl(high, const(I32, 16)))
+            for low, high in zip(words[::2], words[1::2], strict=True)
+        ]
+        for i, column in enumerate(llvm.transposed(b, pairs)):
+            llvm.store(b, column, b.add(out, b.mul(b.add(c, I64(i)), out_row)))
 
-        def body(c, carried):
-            words = [b.zext(narrowed(b, wide_lanes(b, mode, at, c)), VI) for at in places]
-            pairs = [
-                b.or_(low, b.shl(high, const(I32, 16)))
-                for low, high in zip(words[::2], words[1::2], strict=True)
-            ]
-            for i, column in enumerate(llvm.transposed(b, pairs)):
-                llvm.store(b, column, b.add(out, b.mul(b.add(c, I64(i)), out_row)))
-            return []
-
-        llvm.loop(b, I64(0), width, LANES, [], body)
-        return context.get_dummy_value()
-
-    return types.void(kind, *[types.int64] * 6), codegen
+    llvm.loop(b, I64(0), width, LANES, [], body)
 
 
 @njit(cache=True, nogil=True)

@@ -15,7 +15,6 @@ from functools import partial, reduce
 
 import numpy as np
 from numba import prange, types
-from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.flash import LOG2_E, LOWEST, larger, soften_rows
 from sparsekv_cli.cpu.attention.rows import (
@@ -30,6 +29,7 @@ from sparsekv_cli.cpu.attention.rows import (
 )
 from sparsekv_cli.cpu.attention.tile import widen_row
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, const, keep, load, next_task, splat, vec
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
@@ -72,8 +72,8 @@ def _products(b, count, wide, wide_step, columns):
     return llvm.loop(b, whole, count, 1, sums, steps(1))
 
 
-@intrinsic
-def _score(typingctx, q, d, k, row_bytes, start, low, free, count, n_visible, window, out, peak):
+@emitter
+def _score(b, q, d, k, row_bytes, start, low, free, count, n_visible, window, out, peak):
     """out[j] = sum of k[j, c] q[c] over c < d, j < count rounded up to ROWS.
 
     q (d, WIDTH), k rows of row_bytes, out (keys, WIDTH), f32. k[j] is key start + j of the context.
@@ -81,44 +81,37 @@ def _score(typingctx, q, d, k, row_bytes, start, low, free, count, n_visible, wi
     keys score -inf. All lanes see the rows from ``low`` to ``free`` of k, multiples of ROWS. peak
     (WIDTH,): raised to the largest score. Arrays are addresses.
     """
+    limits = load(b, vec(I32, WIDTH), n_visible)
+    firsts = b.sub(limits, splat(b, b.trunc(window, I32), WIDTH))
 
-    def codegen(context, b, signature, args):
-        q, d, k, row_bytes, start, low, free, count, n_visible, window, out, peak = args
-        limits = load(b, vec(I32, WIDTH), n_visible)
-        firsts = b.sub(limits, splat(b, b.trunc(window, I32), WIDTH))
+    def hide(scores, j):
+        first = b.trunc(b.add(start, j), I32)
+        hidden = const(F32, -np.inf, WIDTH)
+        for r, score in enumerate(scores):
+            key = splat(b, b.add(first, I32(r)), WIDTH)
+            before_end = b.icmp_signed("<", key, limits)
+            seen = b.and_(before_end, b.icmp_signed(">=", key, firsts))
+            yield b.select(seen, score, hidden)
 
-        def hide(scores, j):
-            first = b.trunc(b.add(start, j), I32)
-            hidden = const(F32, -np.inf, WIDTH)
+    def tile(masked):
+        def body(j, carried):
+            rows = [b.add(k, b.mul(b.add(j, I64(r)), row_bytes)) for r in range(ROWS)]
+            scores = _products(
+                b, d, q, 4 * WIDTH, lambda c: [b.add(row, b.mul(c, I64(4))) for row in rows]
+            )
+            if masked:
+                scores = list(hide(scores, j))
+            at = b.add(out, b.mul(j, I64(4 * WIDTH)))
             for r, score in enumerate(scores):
-                key = splat(b, b.add(first, I32(r)), WIDTH)
-                before_end = b.icmp_signed("<", key, limits)
-                seen = b.and_(before_end, b.icmp_signed(">=", key, firsts))
-                yield b.select(seen, score, hidden)
+                llvm.store(b, score, at, 4 * WIDTH * r)
+            top = reduce(partial(larger, b), scores)
+            llvm.store(b, larger(b, load(b, WIDE, peak), top), peak)
 
-        def tile(masked):
-            def body(j, carried):
-                rows = [b.add(k, b.mul(b.add(j, I64(r)), row_bytes)) for r in range(ROWS)]
-                scores = _products(
-                    b, d, q, 4 * WIDTH, lambda c: [b.add(row, b.mul(c, I64(4))) for row in rows]
-                )
-                if masked:
-                    scores = list(hide(scores, j))
-                at = b.add(out, b.mul(j, I64(4 * WIDTH)))
-                for r, score in enumerate(scores):
-                    llvm.store(b, score, at, 4 * WIDTH * r)
-                top = reduce(partial(larger, b), scores)
-                llvm.store(b, larger(b, load(b, WIDE, peak), top), peak)
-                return []
+        return body
 
-            return body
-
-        llvm.loop(b, I64(0), low, ROWS, [], tile(True))
-        llvm.loop(b, low, free, ROWS, [], tile(False))
-        llvm.loop(b, free, count, ROWS, [], tile(True))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 12), codegen
+    llvm.loop(b, I64(0), low, ROWS, [], tile(True))
+    llvm.loop(b, low, free, ROWS, [], tile(False))
+    llvm.loop(b, free, count, ROWS, [], tile(True))
 
 
 def _exp2(b, x):
@@ -135,91 +128,63 @@ def _exp2(b, x):
     return b.bitcast(b.add(b.bitcast(power, integers), exponent), WIDE)
 
 
-@intrinsic
-def _soften(typingctx, scores, count, cap, peak, top):
+@emitter(cap=types.float32)
+def _soften(b, scores, count, cap, peak, top):
     """scores = cap tanh(scores / cap), f32 (count, WIDTH), but -inf stays; top: see soften_rows."""
-
-    def codegen(context, b, signature, args):
-        scores, count, cap, peak, top = args
-        soften_rows(b, scores, count, cap, peak, top, WIDTH, partial(_exp2, b))
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(i64, i64, types.float32, i64, i64), codegen
+    soften_rows(b, scores, count, cap, peak, top, WIDTH, partial(_exp2, b))
 
 
-@intrinsic
-def _weigh(typingctx, scores, count, peak, top, old):
+@emitter
+def _weigh(b, scores, count, peak, top, old):
     """scores[j] = 2^(scores[j] - top), j < count; old = 2^(peak - top), peak = top.
 
     scores (count, WIDTH), the others f32 (WIDTH,); addresses. The caller multiplies its earlier
     sums by ``old``.
     """
+    new = load(b, WIDE, top)
 
-    def codegen(context, b, signature, args):
-        scores, count, peak, top, old = args
-        new = load(b, WIDE, top)
+    def key(j, carried):
+        at = b.add(scores, b.mul(j, I64(4 * WIDTH)))
+        llvm.store(b, _exp2(b, b.fsub(load(b, WIDE, at), new)), at)
 
-        def key(j, carried):
-            at = b.add(scores, b.mul(j, I64(4 * WIDTH)))
-            llvm.store(b, _exp2(b, b.fsub(load(b, WIDE, at), new)), at)
-            return []
-
-        llvm.loop(b, I64(0), count, 1, [], key)
-        llvm.store(b, _exp2(b, b.fsub(load(b, WIDE, peak), new)), old)
-        llvm.store(b, new, peak)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), codegen
+    llvm.loop(b, I64(0), count, 1, [], key)
+    llvm.store(b, _exp2(b, b.fsub(load(b, WIDE, peak), new)), old)
+    llvm.store(b, new, peak)
 
 
-@intrinsic
-def _add_values(typingctx, weights, count, values, panel_bytes, n_panels, old, acc):
+@emitter
+def _add_values(b, weights, count, values, panel_bytes, n_panels, old, acc):
     """acc[c] = acc[c] old + sum of values[j, c] weights[j] over j < count; c < ROWS n_panels.
 
     values: panels of ROWS dims, (keys, ROWS) each, panel_bytes apart; acc (ROWS n_panels, WIDTH).
     """
 
-    def codegen(context, b, signature, args):
-        weights, count, values, panel_bytes, n_panels, old, acc = args
+    def panel(p, carried):
+        first = b.add(values, b.mul(p, panel_bytes))
 
-        def panel(p, carried):
-            first = b.add(values, b.mul(p, panel_bytes))
+        def columns(j):
+            row = b.add(first, b.mul(j, I64(4 * ROWS)))
+            return [b.add(row, I64(4 * r)) for r in range(ROWS)]
 
-            def columns(j):
-                row = b.add(first, b.mul(j, I64(4 * ROWS)))
-                return [b.add(row, I64(4 * r)) for r in range(ROWS)]
+        sums = _products(b, count, weights, 4 * WIDTH, columns)
+        shrink = load(b, WIDE, old)
+        at = b.add(acc, b.mul(p, I64(4 * WIDTH * ROWS)))
+        for r, total in enumerate(sums):
+            before = load(b, WIDE, at, 4 * WIDTH * r)
+            llvm.store(b, llvm.fma(b, before, shrink, total), at, 4 * WIDTH * r)
 
-            sums = _products(b, count, weights, 4 * WIDTH, columns)
-            shrink = load(b, WIDE, old)
-            at = b.add(acc, b.mul(p, I64(4 * WIDTH * ROWS)))
-            for r, total in enumerate(sums):
-                before = load(b, WIDE, at, 4 * WIDTH * r)
-                llvm.store(b, llvm.fma(b, before, shrink, total), at, 4 * WIDTH * r)
-            return []
-
-        llvm.loop(b, I64(0), n_panels, 1, [], panel)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 7), codegen
+    llvm.loop(b, I64(0), n_panels, 1, [], panel)
 
 
-@intrinsic
-def _spread(typingctx, row, n_panels, out, panel_bytes):
+@emitter
+def _spread(b, row, n_panels, out, panel_bytes):
     """out[p] = row[p ROWS .. (p + 1) ROWS), f32, p < n_panels, panel_bytes apart; addresses."""
 
-    def codegen(context, b, signature, args):
-        row, n_panels, out, panel_bytes = args
+    def panel(p, carried):
+        part = load(b, vec(F32, ROWS), b.add(row, b.mul(p, I64(4 * ROWS))))
+        llvm.store(b, part, b.add(out, b.mul(p, panel_bytes)))
 
-        def panel(p, carried):
-            part = load(b, vec(F32, ROWS), b.add(row, b.mul(p, I64(4 * ROWS))))
-            llvm.store(b, part, b.add(out, b.mul(p, panel_bytes)))
-            return []
-
-        llvm.loop(b, I64(0), n_panels, 1, [], panel)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
+    llvm.loop(b, I64(0), n_panels, 1, [], panel)
 
 
 @njit(cache=True, nogil=True)

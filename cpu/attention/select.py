@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 from numba import prange, types
-from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import LANES, trailing_zeros
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
@@ -33,61 +33,50 @@ def order_keys(scores, keys, n):
         keys[j] = _ordered(bits[j])
 
 
-@intrinsic
-def _extremes(typingctx, keys, count):
+@emitter(returns=types.UniTuple(types.int32, 2))
+def _extremes(b, keys, count):
     """Returns the least and the largest of keys[:count], int32 at an address; count: 16, 32 ..."""
+    names = ("smin", "smax")
 
-    def codegen(context, b, signature, args):
-        keys, count = args
-        names = ("smin", "smax")
-
-        def body(j, found):
-            lanes = llvm.load(b, llvm.VI, b.add(keys, b.mul(j, llvm.I64(4))))
-            return [
-                llvm.call_named(b, f"llvm.{name}.v16i32", llvm.VI, known, lanes)
-                for name, known in zip(names, found, strict=True)
-            ]
-
-        start = [llvm.load(b, llvm.VI, keys)] * 2
-        found = llvm.loop(b, llvm.I64(0), count, LANES, start, body)
-        ends = [
-            llvm.call_named(b, f"llvm.vector.reduce.{name}.v16i32", llvm.I32, lanes)
-            for name, lanes in zip(names, found, strict=True)
+    def body(j, found):
+        lanes = llvm.load(b, llvm.VI, b.add(keys, b.mul(j, llvm.I64(4))))
+        return [
+            llvm.call_named(b, f"llvm.{name}.v16i32", llvm.VI, known, lanes)
+            for name, known in zip(names, found, strict=True)
         ]
-        return context.make_tuple(b, signature.return_type, ends)
 
-    return types.UniTuple(types.int32, 2)(types.int64, types.int64), codegen
+    start = [llvm.load(b, llvm.VI, keys)] * 2
+    found = llvm.loop(b, llvm.I64(0), count, LANES, start, body)
+    return [
+        llvm.call_named(b, f"llvm.vector.reduce.{name}.v16i32", llvm.I32, lanes)
+        for name, lanes in zip(names, found, strict=True)
+    ]
 
 
-@intrinsic
-def _count_above(typingctx, keys, count, pivot):
+@emitter(returns=types.int32, pivot=types.int32)
+def _count_above(b, keys, count, pivot):
     """Counts keys[:count] above pivot; int32 at an address, count a multiple of 16."""
+    limit = llvm.splat(b, pivot)
 
-    def codegen(context, b, signature, args):
-        keys, count, pivot = args
-        limit = llvm.splat(b, pivot)
+    def counting(n_vectors):
+        def body(j, sums):
+            at = b.add(keys, b.mul(j, llvm.I64(4)))
+            new = []
+            for i in range(n_vectors):
+                lanes = llvm.load(b, llvm.VI, at, 4 * LANES * i)
+                found = b.sext(b.icmp_signed(">", lanes, limit), llvm.VI)
+                new.append(b.sub(sums[i], found))
+            return new + sums[n_vectors:]
 
-        def counting(n_vectors):
-            def body(j, sums):
-                at = b.add(keys, b.mul(j, llvm.I64(4)))
-                new = []
-                for i in range(n_vectors):
-                    lanes = llvm.load(b, llvm.VI, at, 4 * LANES * i)
-                    found = b.sext(b.icmp_signed(">", lanes, limit), llvm.VI)
-                    new.append(b.sub(sums[i], found))
-                return new + sums[n_vectors:]
+        return body
 
-            return body
-
-        n_sums = WORD // LANES
-        whole = b.and_(count, llvm.I64(-WORD))
-        sums = [llvm.const(llvm.I32, 0)] * n_sums
-        sums = llvm.loop(b, llvm.I64(0), whole, WORD, sums, counting(n_sums))
-        sums = llvm.loop(b, whole, count, LANES, sums, counting(1))
-        total = b.add(b.add(sums[0], sums[1]), b.add(sums[2], sums[3]))
-        return llvm.call_named(b, "llvm.vector.reduce.add.v16i32", llvm.I32, total)
-
-    return types.int32(types.int64, types.int64, types.int32), codegen
+    n_sums = WORD // LANES
+    whole = b.and_(count, llvm.I64(-WORD))
+    sums = [llvm.const(llvm.I32, 0)] * n_sums
+    sums = llvm.loop(b, llvm.I64(0), whole, WORD, sums, counting(n_sums))
+    sums = llvm.loop(b, whole, count, LANES, sums, counting(1))
+    total = b.add(b.add(sums[0], sums[1]), b.add(sums[2], sums[3]))
+    return llvm.call_named(b, "llvm.vector.reduce.add.v16i32", llvm.I32, total)
 
 
 @njit(cache=True, nogil=True)
@@ -100,24 +89,16 @@ def count_above(keys, n, pivot):
     return count
 
 
-@intrinsic
-def bits_of(typingctx, value):
+@emitter(returns=types.int32, value=types.float32)
+def bits_of(b, value):
     """Returns the bits of an f32 as int32."""
-
-    def codegen(context, b, signature, args):
-        return b.bitcast(args[0], llvm.I32)
-
-    return types.int32(types.float32), codegen
+    return b.bitcast(value, llvm.I32)
 
 
-@intrinsic
-def float_of(typingctx, bits):
+@emitter(returns=types.float32, bits=types.int32)
+def float_of(b, bits):
     """Returns the f32 with the given bits, int32."""
-
-    def codegen(context, b, signature, args):
-        return b.bitcast(args[0], llvm.F32)
-
-    return types.float32(types.int32), codegen
+    return b.bitcast(bits, llvm.F32)
 
 
 @njit(cache=True, nogil=True)
@@ -174,23 +155,17 @@ def threshold_of_largest(keys, n, k):
     return np.int32(low)
 
 
-@intrinsic
-def _compare(typingctx, keys, pivot, equal):
+@emitter(returns=types.uint64, pivot=types.int32, equal=LITERAL)
+def _compare(b, keys, pivot, equal):
     """Returns a u64 with bit j set where keys[j] > pivot (``equal``: == pivot). keys: address."""
-    if not isinstance(equal, types.BooleanLiteral):
-        return None
-
-    def codegen(context, b, signature, args):
-        sign = "==" if signature.args[2].literal_value else ">"
-        limit = llvm.splat(b, args[1])
-        word = llvm.I64(0)
-        for part in range(WORD // LANES):
-            lanes = llvm.load(b, llvm.VI, args[0], 4 * LANES * part)
-            bits = b.bitcast(b.icmp_signed(sign, lanes, limit), llvm.I16)
-            word = b.or_(word, b.shl(b.zext(bits, llvm.I64), llvm.I64(LANES * part)))
-        return word
-
-    return types.uint64(types.int64, types.int32, equal), codegen
+    sign = "==" if equal else ">"
+    limit = llvm.splat(b, pivot)
+    word = llvm.I64(0)
+    for part in range(WORD // LANES):
+        lanes = llvm.load(b, llvm.VI, keys, 4 * LANES * part)
+        bits = b.bitcast(b.icmp_signed(sign, lanes, limit), llvm.I16)
+        word = b.or_(word, b.shl(b.zext(bits, llvm.I64), llvm.I64(LANES * part)))
+    return word
 
 
 @njit(cache=True, nogil=True)

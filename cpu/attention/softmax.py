@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, keep, load, splat
 
@@ -33,69 +33,52 @@ def exp_lanes(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return b.select(b.fcmp_ordered(">", x, const(F32, -87.0)), y, const(F32, 0.0))
 
 
-@intrinsic
-def exp_in_place(typingctx, scores, count, peak):
+@emitter(returns=types.float32, peak=types.float32)
+def exp_in_place(b, scores, count, peak):
     """scores[j] = e^(scores[j] - peak), j < count rounded up to 16; returns their sum (f32)."""
+    peak_lanes = splat(b, peak)
 
-    def codegen(context, b, signature, args):
-        scores, count, peak = args
-        peak_lanes = splat(b, peak)
+    def body(j, sums):
+        at = b.add(scores, b.mul(j, I64(4)))
+        y = exp_lanes(b, b.fsub(load(b, VF, at), peak_lanes))
+        llvm.store(b, y, at)
+        return [b.fadd(sums[0], y)]
 
-        def body(j, sums):
-            at = b.add(scores, b.mul(j, I64(4)))
-            y = exp_lanes(b, b.fsub(load(b, VF, at), peak_lanes))
-            llvm.store(b, y, at)
-            return [b.fadd(sums[0], y)]
-
-        return llvm.sum_lanes(b, llvm.loop(b, I64(0), count, LANES, [const(F32, 0.0)], body)[0])
-
-    return types.float32(types.int64, types.int64, types.float32), codegen
+    return llvm.sum_lanes(b, llvm.loop(b, I64(0), count, LANES, [const(F32, 0.0)], body)[0])
 
 
-@intrinsic
-def soften(typingctx, scores, count, cap):
+@emitter(cap=types.float32)
+def soften(b, scores, count, cap):
     """Replaces the scores f32 at an address by cap * tanh(score / cap). Infinity and NaN stay.
 
     It changes the first ``count`` scores, rounded up to a multiple of 16. tanh is computed by
     e^(-2 |x|).
     """
+    caps, one = splat(b, cap), const(F32, 1.0)
+    rate = b.fdiv(const(F32, -2.0), caps)
 
-    def codegen(context, b, signature, args):
-        scores, count, cap = args
-        caps, one = splat(b, cap), const(F32, 1.0)
-        rate = b.fdiv(const(F32, -2.0), caps)
+    def body(j, carried):
+        at = b.add(scores, b.mul(j, I64(4)))
+        x = load(b, VF, at)
+        size = llvm.call_named(b, "llvm.fabs.v16f32", VF, x)
+        t = exp_lanes(b, b.fmul(size, rate))
+        y = b.fmul(b.fdiv(b.fsub(one, t), b.fadd(one, t)), caps)
+        y = llvm.call_named(b, "llvm.copysign.v16f32", VF, y, x)
+        is_number = b.fcmp_ordered("<", size, const(F32, np.inf))
+        llvm.store(b, b.select(is_number, y, x), at)
 
-        def body(j, carried):
-            at = b.add(scores, b.mul(j, I64(4)))
-            x = load(b, VF, at)
-            size = llvm.call_named(b, "llvm.fabs.v16f32", VF, x)
-            t = exp_lanes(b, b.fmul(size, rate))
-            y = b.fmul(b.fdiv(b.fsub(one, t), b.fadd(one, t)), caps)
-            y = llvm.call_named(b, "llvm.copysign.v16f32", VF, y, x)
-            is_number = b.fcmp_ordered("<", size, const(F32, np.inf))
-            llvm.store(b, b.select(is_number, y, x), at)
-            return []
-
-        llvm.loop(b, I64(0), count, LANES, [], body)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32), codegen
+    llvm.loop(b, I64(0), count, LANES, [], body)
 
 
-@intrinsic
-def max_of(typingctx, scores, count):
+@emitter(returns=types.float32)
+def max_of(b, scores, count):
     """Returns the largest of scores[0 .. count rounded up to 16) (f32)."""
 
-    def codegen(context, b, signature, args):
-        scores, count = args
+    def body(j, best):
+        value = load(b, VF, b.add(scores, b.mul(j, I64(4))))
+        return [llvm.call_named(b, "llvm.maxnum.v16f32", VF, best[0], value)]
 
-        def body(j, best):
-            value = load(b, VF, b.add(scores, b.mul(j, I64(4))))
-            return [llvm.call_named(b, "llvm.maxnum.v16f32", VF, best[0], value)]
-
-        return llvm.max_lanes(b, llvm.loop(b, I64(0), count, LANES, [const(F32, -np.inf)], body)[0])
-
-    return types.float32(types.int64, types.int64), codegen
+    return llvm.max_lanes(b, llvm.loop(b, I64(0), count, LANES, [const(F32, -np.inf)], body)[0])
 
 
 @njit(cache=True, nogil=True)

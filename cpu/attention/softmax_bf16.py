@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.flash import larger, soften_rows
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.bf16 import narrowed
+from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.llvm import F32, I16, I32, I64, LANES, VF, VI, const, load, splat
 
 WIDTH = 4 * LANES  # query rows of a tile
@@ -30,45 +30,39 @@ def _store_tile(b: ir.IRBuilder, vectors: list[ir.Value], address: ir.Value) -> 
         llvm.store(b, vector, address, 4 * LANES * i)
 
 
-@intrinsic
-def hide_and_find_peaks(typingctx, scores, low, free, count, n_visible, window, top):
+@emitter
+def hide_and_find_peaks(b, scores, low, free, count, n_visible, window, top):
     """Raises top to the largest of scores[j], j < count, over the keys that a lane sees.
 
     Lane i sees the last ``window`` of the keys j < n_visible[i]. scores f32 (count, WIDTH): those
     that a lane does not see become -inf. All lanes see the keys from ``low`` to ``free``. n_visible
     int32 (WIDTH,), top f32 (WIDTH,). Addresses.
     """
+    limits = [load(b, VI, n_visible, 4 * LANES * i) for i in VECTORS]
+    firsts = [b.sub(limit, splat(b, b.trunc(window, I32))) for limit in limits]
 
-    def codegen(context, b, signature, args):
-        scores, low, free, count, n_visible, window, top = args
-        limits = [load(b, VI, n_visible, 4 * LANES * i) for i in VECTORS]
-        firsts = [b.sub(limit, splat(b, b.trunc(window, I32))) for limit in limits]
+    def found(best, row):
+        return [larger(b, x, value) for x, value in zip(row, best, strict=True)]
 
-        def found(best, row):
-            return [larger(b, x, value) for x, value in zip(row, best, strict=True)]
+    def seen_row(j, best):
+        return found(best, _load_tile(b, b.add(scores, b.mul(j, I64(4 * WIDTH)))))
 
-        def seen_row(j, best):
-            return found(best, _load_tile(b, b.add(scores, b.mul(j, I64(4 * WIDTH)))))
+    def hidden_row(j, best):
+        at, key = b.add(scores, b.mul(j, I64(4 * WIDTH))), splat(b, b.trunc(j, I32))
+        seen = [
+            b.and_(b.icmp_signed("<", key, limit), b.icmp_signed(">=", key, first))
+            for limit, first in zip(limits, firsts, strict=True)
+        ]
+        row = [
+            b.select(each, x, const(F32, -np.inf))
+            for each, x in zip(seen, _load_tile(b, at), strict=True)
+        ]
+        _store_tile(b, row, at)
+        return found(best, row)
 
-        def hidden_row(j, best):
-            at, key = b.add(scores, b.mul(j, I64(4 * WIDTH))), splat(b, b.trunc(j, I32))
-            seen = [
-                b.and_(b.icmp_signed("<", key, limit), b.icmp_signed(">=", key, first))
-                for limit, first in zip(limits, firsts, strict=True)
-            ]
-            row = [
-                b.select(each, x, const(F32, -np.inf))
-                for each, x in zip(seen, _load_tile(b, at), strict=True)
-            ]
-            _store_tile(b, row, at)
-            return found(best, row)
-
-        best = llvm.loop(b, I64(0), low, 1, _load_tile(b, top), hidden_row)
-        best = llvm.loop(b, low, free, 1, best, seen_row)
-        _store_tile(b, llvm.loop(b, free, count, 1, best, hidden_row), top)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 7), codegen
+    best = llvm.loop(b, I64(0), low, 1, _load_tile(b, top), hidden_row)
+    best = llvm.loop(b, low, free, 1, best, seen_row)
+    _store_tile(b, llvm.loop(b, free, count, 1, best, hidden_row), top)
 
 
 def _exp2_lanes(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
@@ -84,113 +78,86 @@ def _exp2_lanes(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return llvm.call_named(b, name, VF, power, n, power, every, rounding)
 
 
-@intrinsic
-def soften(typingctx, scores, count, cap, peak, top):
+@emitter(cap=types.float32)
+def soften(b, scores, count, cap, peak, top):
     """scores = cap tanh(scores / cap), f32 (count, WIDTH), but -inf stays; top: see soften_rows."""
-
-    def codegen(context, b, signature, args):
-        scores, count, cap, peak, top = args
-        for i in VECTORS:
-            part = [b.add(x, I64(4 * LANES * i)) for x in (scores, peak, top)]
-            soften_rows(
-                b, part[0], count, cap, part[1], part[2], LANES, lambda x: _exp2_lanes(b, x), WIDTH
-            )
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(i64, i64, types.float32, i64, i64), codegen
+    for i in VECTORS:
+        part = [b.add(x, I64(4 * LANES * i)) for x in (scores, peak, top)]
+        soften_rows(
+            b, part[0], count, cap, part[1], part[2], LANES, lambda x: _exp2_lanes(b, x), WIDTH
+        )
 
 
-@intrinsic
-def weigh(typingctx, scores, count, scale, peak, top, mass, old, weights):
+@emitter(returns=types.int64, scale=types.float32)
+def weigh(b, scores, count, scale, peak, top, mass, old, weights):
     """weights[j] = 2^(scale (scores[j] - top)), j < count; old = 2^(scale (peak - top)).
 
     Then peak = top, and mass = mass old + the weights' sum. scores f32 (count, WIDTH); weights
     bf16 in pairs of keys, (count / 2, 2 WIDTH); the others f32 (WIDTH,); addresses. Returns
     whether any of old is not 1.
     """
+    scales, tops = splat(b, scale), _load_tile(b, top)
+    lifts = [b.fneg(b.fmul(x, scales)) for x in tops]
+    half, high = const(I32, 0x8000), const(I32, -0x10000)
 
-    def codegen(context, b, signature, args):
-        scores, count, scale, peak, top, mass, old, weights = args
-        scales, tops = splat(b, scale), _load_tile(b, top)
-        lifts = [b.fneg(b.fmul(x, scales)) for x in tops]
-        half, high = const(I32, 0x8000), const(I32, -0x10000)
+    def pair(j, sums):
+        at = b.add(scores, b.mul(j, I64(4 * WIDTH)))
+        to = b.add(weights, b.mul(j, I64(2 * WIDTH)))
+        new = []
+        for i, (lift, total) in enumerate(zip(lifts, sums, strict=True)):
+            rounded = []
+            for key in range(2):
+                x = load(b, VF, at, 4 * WIDTH * key + 4 * LANES * i)
+                weight = _exp2_lanes(b, llvm.fma(b, x, scales, lift))
+                total = b.fadd(total, weight)
+                rounded.append(b.add(b.bitcast(weight, VI), half))
+            low = b.lshr(rounded[0], const(I32, 16))
+            llvm.store(b, b.or_(low, b.and_(rounded[1], high)), to, 4 * LANES * i)
+            new.append(total)
+        return new
 
-        def pair(j, sums):
-            at = b.add(scores, b.mul(j, I64(4 * WIDTH)))
-            to = b.add(weights, b.mul(j, I64(2 * WIDTH)))
-            new = []
-            for i, (lift, total) in enumerate(zip(lifts, sums, strict=True)):
-                rounded = []
-                for key in range(2):
-                    x = load(b, VF, at, 4 * WIDTH * key + 4 * LANES * i)
-                    weight = _exp2_lanes(b, llvm.fma(b, x, scales, lift))
-                    total = b.fadd(total, weight)
-                    rounded.append(b.add(b.bitcast(weight, VI), half))
-                low = b.lshr(rounded[0], const(I32, 16))
-                llvm.store(b, b.or_(low, b.and_(rounded[1], high)), to, 4 * LANES * i)
-                new.append(total)
-            return new
-
-        sums = llvm.loop(b, I64(0), count, 2, [const(F32, 0.0)] * len(VECTORS), pair)
-        olds = [  # exactly 1 if the peak is unchanged: other rows of the tile then change no bit
-            _exp2_lanes(b, b.fmul(b.fsub(x, new), scales))
-            for x, new in zip(_load_tile(b, peak), tops, strict=True)
-        ]
-        masses = [llvm.fma(b, *each) for each in zip(_load_tile(b, mass), olds, sums, strict=True)]
-        for vectors, place in ((olds, old), (masses, mass), (tops, peak)):
-            _store_tile(b, vectors, place)
-        moved = [b.fcmp_unordered("!=", x, const(F32, 1.0)) for x in olds]
-        while len(moved) > 1:
-            moved = [b.or_(*each) for each in zip(moved[::2], moved[1::2], strict=True)]
-        return b.zext(b.icmp_unsigned("!=", b.bitcast(moved[0], I16), I16(0)), I64)
-
-    i64 = types.int64
-    return i64(i64, i64, types.float32, *[i64] * 5), codegen
+    sums = llvm.loop(b, I64(0), count, 2, [const(F32, 0.0)] * len(VECTORS), pair)
+    olds = [  # exactly 1 if the peak is unchanged: other rows of the tile then change no bit
+        _exp2_lanes(b, b.fmul(b.fsub(x, new), scales))
+        for x, new in zip(_load_tile(b, peak), tops, strict=True)
+    ]
+    masses = [llvm.fma(b, *each) for each in zip(_load_tile(b, mass), olds, sums, strict=True)]
+    for vectors, place in ((olds, old), (masses, mass), (tops, peak)):
+        _store_tile(b, vectors, place)
+    moved = [b.fcmp_unordered("!=", x, const(F32, 1.0)) for x in olds]
+    while len(moved) > 1:
+        moved = [b.or_(*each) for each in zip(moved[::2], moved[1::2], strict=True)]
+    return b.zext(b.icmp_unsigned("!=", b.bitcast(moved[0], I16), I16(0)), I64)
 
 
-@intrinsic
-def shrink(typingctx, acc, n_rows, old):
+@emitter
+def shrink(b, acc, n_rows, old):
     """acc[c] *= old, f32 (n_rows, WIDTH) and (WIDTH,); addresses."""
+    factors = _load_tile(b, old)
 
-    def codegen(context, b, signature, args):
-        acc, n_rows, old = args
-        factors = _load_tile(b, old)
+    def body(c, carried):
+        at = b.add(acc, b.mul(c, I64(4 * WIDTH)))
+        row = zip(_load_tile(b, at), factors, strict=True)
+        _store_tile(b, [b.fmul(x, factor) for x, factor in row], at)
 
-        def body(c, carried):
-            at = b.add(acc, b.mul(c, I64(4 * WIDTH)))
-            row = zip(_load_tile(b, at), factors, strict=True)
-            _store_tile(b, [b.fmul(x, factor) for x, factor in row], at)
-            return []
-
-        llvm.loop(b, I64(0), n_rows, 1, [], body)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), codegen
+    llvm.loop(b, I64(0), n_rows, 1, [], body)
 
 
-@intrinsic
-def divide(typingctx, acc, d_v, mass, out):
+@emitter
+def divide(b, acc, d_v, mass, out):
     """out bf16 (WIDTH, d_v) = acc^T / mass, acc f32 (d_v, WIDTH), mass (WIDTH,); addresses.
 
     d_v: a multiple of 16.
     """
+    inverses = [b.fdiv(const(F32, 1.0), x) for x in _load_tile(b, mass)]
 
-    def codegen(context, b, signature, args):
-        acc, d_v, mass, out = args
-        inverses = [b.fdiv(const(F32, 1.0), x) for x in _load_tile(b, mass)]
+    def body(c, carried):
+        for i in VECTORS:
+            at = b.add(acc, b.add(b.mul(c, I64(4 * WIDTH)), I64(4 * LANES * i)))
+            rows = [load(b, VF, at, 4 * WIDTH * r) for r in range(LANES)]
+            rows = [b.fmul(row, inverses[i]) for row in rows]
+            for lane, row in enumerate(llvm.transposed(b, rows)):
+                element = b.add(b.mul(d_v, I64(LANES * i + lane)), c)
+                llvm.store(b, narrowed(b, row), b.add(out, b.mul(element, I64(2))))
 
-        def body(c, carried):
-            for i in VECTORS:
-                at = b.add(acc, b.add(b.mul(c, I64(4 * WIDTH)), I64(4 * LANES * i)))
-                rows = [load(b, VF, at, 4 * WIDTH * r) for r in range(LANES)]
-                rows = [b.fmul(row, inverses[i]) for row in rows]
-                for lane, row in enumerate(llvm.transposed(b, rows)):
-                    element = b.add(b.mul(d_v, I64(LANES * i + lane)), c)
-                    llvm.store(b, narrowed(b, row), b.add(out, b.mul(element, I64(2))))
-            return []
-
-        llvm.loop(b, I64(0), d_v, LANES, [], body)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
+    llvm.loop(b, I64(0), d_v, LANES, [], body)

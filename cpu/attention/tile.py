@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 from llvmlite import binding, ir
 from numba import types
-from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.load import VECTOR_LANES, VW, RowReader, widen_halves
 from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
 from sparsekv_cli.cpu.attention.rows import GATHER, KIND, QUANT_BLOCK
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.install import when_installed
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, const, keep, load, splat
@@ -46,7 +46,6 @@ MAX_TILE = len(WIDE_DIMS)  # query heads
 TABLE = "sparsekv_tiles"  # the linker's name of ``_TABLE``
 _TABLE = np.zeros(2 * (KIND // 2 + 1), np.int64)  # for each kind, the addresses of its two kernels
 _N_NUMBERS = 10  # arguments of a tile's kernel
-_TEN_NUMBERS = types.void(*[types.int64] * _N_NUMBERS)
 
 
 def _row_address(b, base, row_bytes, idx, j, mode):
@@ -135,7 +134,6 @@ def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
             at = b.add(out, b.mul(b.add(b.mul(I64(t), out_stride), j), I64(4)))
             part = llvm.shuffle(b, dots, dots, range(t * n_keys, (t + 1) * n_keys))
             llvm.store(b, part, at)
-        return []
 
     llvm.loop(b, I64(0), count, n_keys, [], group)
 
@@ -203,11 +201,9 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
 
     def wide(c, carried):
         chunk(c, dims // VECTOR_LANES)
-        return []
 
     def narrow(c, carried):
         chunk(c, LANES // VECTOR_LANES)
-        return []
 
     whole = b.sub(d, b.srem(d, I64(dims)))
     llvm.loop(b, I64(0), whole, dims, [], wide)
@@ -217,28 +213,20 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
 def _every_tile(emit_tile: Callable[..., None]) -> Any:
     """Returns an intrinsic (literal kind, tile, mode, ...) with ``emit_tile``'s code for each."""
 
-    @intrinsic
-    def any_tile(typingctx, kind, tile, mode, a, b, c, d, e, f, g, h):
-        if not isinstance(kind, types.IntegerLiteral):
-            return None
-
-        def codegen(context, b, signature, args):
-            kind = signature.args[0].literal_value
-            wrong, after = b.append_basic_block("wrong"), b.append_basic_block("after")
-            switch = b.switch(b.add(b.mul(args[2], I64(MAX_TILE)), args[1]), wrong)
-            for tile, mode in product(range(1, MAX_TILE + 1), (kind, kind | GATHER)):
-                block = b.append_basic_block(f"tile_{tile}_{mode}")
-                switch.add_case(I64(mode * MAX_TILE + tile), block)
-                b.position_at_end(block)
-                emit_tile(b, tile, mode, *args[3:])
-                b.branch(after)
-            b.position_at_end(wrong)
-            llvm.call_named(b, "llvm.trap", ir.VoidType())
-            b.unreachable()
-            b.position_at_end(after)
-            return context.get_dummy_value()
-
-        return types.void(kind, *[types.int64] * _N_NUMBERS), codegen
+    @emitter(kind=LITERAL)
+    def any_tile(builder, kind, tile, mode, a, b, c, d, e, f, g, h):
+        wrong, after = builder.append_basic_block("wrong"), builder.append_basic_block("after")
+        switch = builder.switch(builder.add(builder.mul(mode, I64(MAX_TILE)), tile), wrong)
+        for size, each in product(range(1, MAX_TILE + 1), (kind, kind | GATHER)):
+            block = builder.append_basic_block(f"tile_{size}_{each}")
+            switch.add_case(I64(each * MAX_TILE + size), block)
+            builder.position_at_end(block)
+            emit_tile(builder, size, each, a, b, c, d, e, f, g, h)
+            builder.branch(after)
+        builder.position_at_end(wrong)
+        llvm.call_named(builder, "llvm.trap", ir.VoidType())
+        builder.unreachable()
+        builder.position_at_end(after)
 
     return any_tile
 
@@ -264,37 +252,33 @@ def prepare(kind: int) -> None:
             _TABLE[kind + i] = function_address(function, signature)
 
 
-def _call(which: int) -> Any:
-    """Returns an intrinsic that calls the table's kernel of scores (0) or values (1)."""
-
-    def codegen(context, b, signature, args):
-        kind = b.and_(args[1], I64(KIND))  # a kind is twice its number
-        table = b.module.globals.get(TABLE)
-        if table is None:
-            table = ir.GlobalVariable(b.module, ir.ArrayType(I64, len(_TABLE)), TABLE)
-        function = b.load(b.gep(table, [I64(0), b.add(kind, I64(which))]))
-        type_ = ir.FunctionType(ir.VoidType(), [I64] * (1 + _N_NUMBERS))
-        b.call(b.inttoptr(function, type_.as_pointer()), [I64(0), *args])  # 0 for the literal
-        return context.get_dummy_value()
-
-    return _TEN_NUMBERS, codegen
+def _call(b: ir.IRBuilder, which: int, tile: ir.Value, mode: ir.Value, *others: ir.Value) -> None:
+    """Calls the table's kernel of scores (0) or values (1)."""
+    kind = b.and_(mode, I64(KIND))  # a kind is twice its number
+    table = b.module.globals.get(TABLE)
+    if table is None:
+        table = ir.GlobalVariable(b.module, ir.ArrayType(I64, len(_TABLE)), TABLE)
+    function = b.load(b.gep(table, [I64(0), b.add(kind, I64(which))]))
+    type_ = ir.FunctionType(ir.VoidType(), [I64] * (1 + _N_NUMBERS))
+    arguments = [I64(0), tile, mode, *others]  # 0 for the literal
+    b.call(b.inttoptr(function, type_.as_pointer()), arguments)
 
 
-@intrinsic
-def tile_scores(typingctx, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
+@emitter
+def tile_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
     """out[t, j] = q[t] . k[row j], t < tile, j < count; q f32 (tile, d), k rows, out f32.
 
     Addresses are i64; tile: 1 to MAX_TILE; ``out_stride`` in floats. ``mode``: see above; with
     GATHER, row j is idx[j] (int32). Writes up to 15 floats after out[t, count). d is a multiple of
     16.
     """
-    return _call(0)
+    _call(b, 0, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
 
 
-@intrinsic
-def tile_values(typingctx, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
+@emitter
+def tile_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
     """acc[t] += sum over j < count of p[t, j] v[row j]; acc f32 (tile, d), addresses as i64."""
-    return _call(1)
+    _call(b, 1, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc)
 
 
 @njit(cache=True, nogil=True)

@@ -7,15 +7,14 @@ changes no bit.
 """
 
 import numpy as np
-from llvmlite import ir
-from numba import prange, types
-from numba.extending import intrinsic
+from numba import prange
 
 from sparsekv_cli.cpu.attention.decode import TILE, scaled_copy
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, V_HEAD, V_ROW, K, V
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exponentiate
 from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import I64, keep, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
@@ -134,21 +133,14 @@ def max_pool_ref(scores, width):
     return np.lib.stride_tricks.sliding_window_view(padded, width, axis=1).max(-1)
 
 
-@intrinsic
-def copy_bytes(typingctx, source, target, count):
+@emitter
+def copy_bytes(b, source, target, count):
     """Copies ``count`` bytes, an even number, from one address to another."""
 
-    def codegen(context, b: ir.IRBuilder, signature, args):
-        source, target, count = args
+    def body(j, carried):
+        llvm.store(b, llvm.load(b, llvm.I16, b.add(source, j)), b.add(target, j))
 
-        def body(j, carried):
-            llvm.store(b, llvm.load(b, llvm.I16, b.add(source, j)), b.add(target, j))
-            return []
-
-        llvm.loop(b, I64(0), count, 2, [], body)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    llvm.loop(b, I64(0), count, 2, [], body)
 
 
 @njit(cache=True, nogil=True)

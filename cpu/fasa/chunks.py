@@ -5,13 +5,13 @@ are passed as u16. The step in fasa/step.py calls these kernels.
 """
 
 import numpy as np
-from numba import prange, types
-from numba.extending import intrinsic
+from numba import prange
 
 from sparsekv_cli.cpu.attention.decode import n_key_splits
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I64, LANES, const, load, next_task, splat
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
@@ -46,74 +46,42 @@ def _block_sums(b, tile, q, at, n_dom, ahead):
     return llvm.loop(b, I64(0), n_dom, 1, [const(F32, 0.0)] * tile, dim)
 
 
-@intrinsic
-def block_maxima(typingctx, tile, q, dom, n_dom, n_block, best, best_stride):
+@emitter(tile=range(1, TILE + 1))
+def block_maxima(b, tile, q, dom, n_dom, n_block, best, best_stride):
     """best[t, i] = the largest q[t] . k of the 16 tokens of block i < n_block, t < tile.
 
     q f32 (tile, n_dom), dom f16 (n_block, n_dom, 16), best f32. Addresses are i64, the stride in
     floats.
     """
-    if not isinstance(tile, types.IntegerLiteral):
-        return None
+    n_bytes = b.mul(n_dom, I64(2 * BLOCK))
 
-    def codegen(context, b, signature, args):
-        tile_ = signature.args[0].literal_value
-        _, q, dom, n_dom, n_block, best, best_stride = args
-        n_bytes = b.mul(n_dom, I64(2 * BLOCK))
+    def block(i, carried):
+        at = b.add(dom, b.mul(i, n_bytes))
+        sums = _block_sums(b, tile, q, at, n_dom, b.add(at, I64(AHEAD_SCAN)))
+        for t in range(tile):
+            row = b.add(b.mul(I64(t), best_stride), i)
+            llvm.store(b, llvm.max_lanes(b, sums[t]), b.add(best, b.mul(row, I64(4))))
 
-        def block(i, carried):
-            at = b.add(dom, b.mul(i, n_bytes))
-            sums = _block_sums(b, tile_, q, at, n_dom, b.add(at, I64(AHEAD_SCAN)))
-            for t in range(tile_):
-                row = b.add(b.mul(I64(t), best_stride), i)
-                llvm.store(b, llvm.max_lanes(b, sums[t]), b.add(best, b.mul(row, I64(4))))
-            return []
-
-        llvm.loop(b, I64(0), n_block, 1, [], block)
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(tile, i64, i64, i64, i64, i64, i64), codegen
+    llvm.loop(b, I64(0), n_block, 1, [], block)
 
 
-@intrinsic
-def listed_scores(typingctx, q, dom, n_dom, blocks, count, out):
+@emitter
+def listed_scores(b, q, dom, n_dom, blocks, count, out):
     """out[16 i + j] = q . k of token j of block blocks[i] (int32), i < count; all are addresses."""
+    n_bytes = b.mul(n_dom, I64(2 * BLOCK))
+    last = b.sub(count, I64(1))
 
-    def codegen(context, b, signature, args):
-        q, dom, n_dom, blocks, count, out = args
-        n_bytes = b.mul(n_dom, I64(2 * BLOCK))
-        last = b.sub(count, I64(1))
+    def address(i):
+        i = b.select(b.icmp_signed("<", i, last), i, last)
+        number = b.sext(load(b, llvm.I32, b.add(blocks, b.mul(i, I64(4)))), I64)
+        return b.add(dom, b.mul(number, n_bytes))
 
-        def address(i):
-            i = b.select(b.icmp_signed("<", i, last), i, last)
-            number = b.sext(load(b, llvm.I32, b.add(blocks, b.mul(i, I64(4)))), I64)
-            return b.add(dom, b.mul(number, n_bytes))
+    def block(i, carried):
+        ahead = address(b.add(i, I64(AHEAD_LISTED)))
+        (scores,) = _block_sums(b, 1, q, address(i), n_dom, ahead)
+        llvm.store(b, scores, b.add(out, b.mul(i, I64(4 * BLOCK))))
 
-        def block(i, carried):
-            ahead = address(b.add(i, I64(AHEAD_LISTED)))
-            (scores,) = _block_sums(b, 1, q, address(i), n_dom, ahead)
-            llvm.store(b, scores, b.add(out, b.mul(i, I64(4 * BLOCK))))
-            return []
-
-        llvm.loop(b, I64(0), count, 1, [], block)
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(i64, i64, i64, i64, i64, i64), codegen
-
-
-@njit(cache=True, nogil=True)
-def _maxima_any(tile, q, dom, n_dom, n_block, best, best_stride):
-    """``block_maxima`` for a tile of 1 to 4 heads that is known at run time only."""
-    if tile == 1:
-        block_maxima(1, q, dom, n_dom, n_block, best, best_stride)
-    elif tile == 2:
-        block_maxima(2, q, dom, n_dom, n_block, best, best_stride)
-    elif tile == 3:
-        block_maxima(3, q, dom, n_dom, n_block, best, best_stride)
-    else:
-        block_maxima(4, q, dom, n_dom, n_block, best, best_stride)
+    llvm.loop(b, I64(0), count, 1, [], block)
 
 
 @njit(cache=True, nogil=True)
@@ -128,7 +96,7 @@ def score_pieces(counter, q, dom, n_split, best):
         for start in range(first, last, AT_ONCE):
             size = min(AT_ONCE, last - start)
             for h in range(head * group, (head + 1) * group, TILE):
-                _maxima_any(
+                block_maxima(
                     min(TILE, (head + 1) * group - h), q[h].ctypes.data,
                     dom[head, start].ctypes.data, dom.shape[2], size,
                     best[h, start:].ctypes.data, best.shape[1],

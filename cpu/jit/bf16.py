@@ -15,6 +15,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.llvm import F32, I8, I16, I32, I64, LANES, VF, VI, const, load, splat, vec
 
 HAS_TILES = llvm.has_feature("amx-bf16") and llvm.has_feature("avx512bf16")
@@ -75,6 +76,14 @@ def narrowed(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return b.trunc(b.lshr(rounded, sixteen), vec(I16) if is_vector else I16)
 
 
+def widened(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """Returns the bits of a bf16, or <16 x i16>, as f32."""
+    is_vector = isinstance(bits.type, ir.VectorType)
+    wide = b.zext(bits, VI if is_vector else I32)
+    sixteen = const(I32, 16) if is_vector else I32(16)
+    return b.bitcast(b.shl(wide, sixteen), VF if is_vector else F32)
+
+
 # --- tiles ----------------------------------------------------------------------------------------
 
 
@@ -96,16 +105,11 @@ def begin(typingctx):
     return types.void(), codegen
 
 
-@intrinsic
-def end(typingctx):
+@emitter
+def end(builder):
     """Frees the tiles after a thread's last ``multiply``, so that the system need not save them."""
-
-    def codegen(context, builder, signature, args):
-        if HAS_TILES:
-            _tile(builder, "tilerelease")
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    if HAS_TILES:
+        _tile(builder, "tilerelease")
 
 
 def _multiply_tiles(b: ir.IRBuilder, n: int, given: Sequence[ir.Value], adding: bool) -> None:
@@ -140,7 +144,6 @@ def _multiply_tiles(b: ir.IRBuilder, n: int, given: Sequence[ir.Value], adding: 
             for i in range(2):
                 for j in range(len(columns)):
                     _tile(b, "tdpbf16ps", I8(2 * i + j), I8(4 + i), I8(6 + j))
-            return []
 
         llvm.loop(b, I64(0), n_units, 1, [], step)
         for tile, place in sums:
@@ -183,21 +186,13 @@ def _multiply_vectors(b: ir.IRBuilder, n: int, given: Sequence[ir.Value], adding
             llvm.store(b, sums[i * n + j], at, 4 * LANES * j)
 
 
-@intrinsic
-def multiply(typingctx, n_vectors, a, a_row, a_unit, b, b_row, n_units, c, c_row, add):
+@emitter(n_vectors=LITERAL, add=(0, 1))
+def multiply(builder, n_vectors, a, a_row, a_unit, b, b_row, n_units, c, c_row, add):
     """c (ROWS, 16 n_vectors) f32 = a b, or c + a b where ``add``. a, b and c are addresses.
 
     a: ROWS rows, a_row bytes apart; a row is n_units units of PAIRS pairs of bf16, a_unit bytes
-    apart. b: a row of 16 n_vectors pairs for each pair of a, b_row bytes apart. n_vectors and add
-    are literals. Call it between ``begin`` and ``end``.
+    apart. b: a row of 16 n_vectors pairs for each pair of a, b_row bytes apart. n_vectors: a
+    literal. Call it between ``begin`` and ``end``.
     """
-    if not isinstance(n_vectors, types.IntegerLiteral) or not isinstance(add, types.IntegerLiteral):
-        return None
-
-    def codegen(context, builder, signature, args):
-        n, adding = signature.args[0].literal_value, signature.args[9].literal_value
-        emitted = _multiply_tiles if HAS_TILES else _multiply_vectors
-        emitted(builder, n, args[1:9], adding != 0)
-        return context.get_dummy_value()
-
-    return types.void(n_vectors, *[types.int64] * 8, add), codegen
+    emitted = _multiply_tiles if HAS_TILES else _multiply_vectors
+    emitted(builder, n_vectors, (a, a_row, a_unit, b, b_row, n_units, c, c_row), add == 1)

@@ -12,6 +12,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import features
+from sparsekv_cli.cpu.jit.emitter import TYPE, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 
 LANES = 16
@@ -141,10 +142,8 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     L1. It is faster even for weights, which are read once a token.
     """
     pointer = builder.inttoptr(address, ir.PointerType())
-    type_ = ir.FunctionType(ir.VoidType(), [ir.PointerType(), I32, I32, I32])
-    name = "llvm.prefetch.p0"
-    function = builder.module.globals.get(name) or ir.Function(builder.module, type_, name)
-    builder.call(function, [pointer, I32(0), I32(2), I32(1)])  # read, into L2, data
+    kind = I32(0), I32(2), I32(1)  # read, into L2, data
+    call_named(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, *kind)
 
 
 class Prefetches:
@@ -189,18 +188,15 @@ def sum_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.extract_element(value, I32(0))
 
 
-@intrinsic
-def _sum_squares(typingctx, address, count):
+@emitter(returns=types.float32)
+def _sum_squares(b, address, count):
     """Returns the sum of squares of ``count`` f32 at an address; count: a multiple of 16."""
 
-    def codegen(context, b, signature, args):
-        def body(j, sums):
-            lanes = load(b, VF, b.add(args[0], b.mul(j, I64(4))))
-            return [fma(b, lanes, lanes, sums[0])]
+    def body(j, sums):
+        lanes = load(b, VF, b.add(address, b.mul(j, I64(4))))
+        return [fma(b, lanes, lanes, sums[0])]
 
-        return sum_lanes(b, loop(b, I64(0), args[1], LANES, [const(F32, 0.0)], body)[0])
-
-    return types.float32(types.int64, types.int64), codegen
+    return sum_lanes(b, loop(b, I64(0), count, LANES, [const(F32, 0.0)], body)[0])
 
 
 @njit(cache=True, nogil=True)
@@ -257,9 +253,12 @@ def loop(
     stop: ir.Value,
     step: int,
     carried: Sequence[ir.Value],
-    body: Callable[[ir.Value, list[ir.Value]], Sequence[ir.Value]],
+    body: Callable[[ir.Value, list[ir.Value]], Sequence[ir.Value] | None],
 ) -> list[ir.Value]:
-    """Emits ``for i in range(start, stop, step)``; returns the ``carried`` values after it."""
+    """Emits ``for i in range(start, stop, step)``; returns the ``carried`` values after it.
+
+    body(i, carried) returns the next values, or nothing if none are carried.
+    """
     before = builder.block
     head = builder.append_basic_block("head")
     inside = builder.append_basic_block("body")
@@ -279,41 +278,29 @@ def loop(
     following = builder.add(index, I64(step))
     last = builder.block
     index.add_incoming(following, last)
-    for phi, value in zip(phis, results, strict=True):
+    for phi, value in zip(phis, results or (), strict=True):
         phi.add_incoming(value, last)
     builder.branch(head)
     builder.position_at_end(after)
     return list(phis)
 
 
-@intrinsic
-def trailing_zeros(typingctx, word):
+@emitter(returns=types.int64, word=types.uint64)
+def trailing_zeros(builder, word):
     """Returns the position of the lowest set bit of a u64, 64 for 0 (numba code)."""
-
-    def codegen(context, builder, signature, args):
-        return builder.cttz(args[0], ir.IntType(1)(0))
-
-    return types.int64(types.uint64), codegen
+    return builder.cttz(word, ir.IntType(1)(0))
 
 
-@intrinsic
-def reversed_bits(typingctx, word):
+@emitter(returns=types.uint64, word=types.uint64)
+def reversed_bits(builder, word):
     """Returns a u64 with its bits in reverse order (numba code)."""
-
-    def codegen(context, builder, signature, args):
-        return call_named(builder, "llvm.bitreverse.i64", I64, args[0])
-
-    return types.uint64(types.uint64), codegen
+    return call_named(builder, "llvm.bitreverse.i64", I64, word)
 
 
-@intrinsic
-def set_bits(typingctx, word):
+@emitter(returns=types.int64, word=types.uint64)
+def set_bits(builder, word):
     """Returns the number of set bits of a u64 (numba code)."""
-
-    def codegen(context, builder, signature, args):
-        return builder.ctpop(args[0])
-
-    return types.int64(types.uint64), codegen
+    return builder.ctpop(word)
 
 
 @intrinsic
@@ -331,30 +318,20 @@ def next_task(typingctx, counter):
     return types.int64(counter), codegen
 
 
-@intrinsic
-def prefetch_lines(typingctx, address, n_bytes):
+@emitter
+def prefetch_lines(b, address, n_bytes):
     """Prefetches the cache lines of ``n_bytes`` at ``address`` (numba code)."""
 
-    def codegen(context, b, signature, args):
-        def line(at, carried):
-            prefetch(b, at)
-            return []
+    def line(at, carried):
+        prefetch(b, at)
 
-        loop(b, b.and_(args[0], I64(-64)), b.add(*args), 64, [], line)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    loop(b, b.and_(address, I64(-64)), b.add(address, n_bytes), 64, [], line)
 
 
-@intrinsic
-def keep(typingctx, array):
+@emitter(array=TYPE)
+def keep(b, array):
     """Keeps an array alive up to this call (numba code).
 
     numba frees an array after its last use, and does not count the use of its address. Call it
     after the last call that gets only the address.
     """
-
-    def codegen(context, builder, signature, args):
-        return context.get_dummy_value()
-
-    return types.void(array), codegen

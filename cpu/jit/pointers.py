@@ -3,18 +3,17 @@
 A kernel that is called by its address is compiled once, apart from the kernels that call it.
 """
 
-from collections.abc import Iterable
 from ctypes import addressof, c_char
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import from_dtype, types
+from numba import types
 from numba.extending import intrinsic
 from numpy.typing import DTypeLike
 
 from sparsekv_cli.cpu.jit.compiling import callees
-from sparsekv_cli.cpu.jit.llvm import F32, I16, I32, I64
+from sparsekv_cli.cpu.jit.llvm import F32, I64
 
 LINE = 64  # bytes, a cache line
 
@@ -82,28 +81,5 @@ def _pointer_to(element: Any, llvm_type: ir.Type) -> Any:
     return pointer
 
 
-def record_at(dtype: np.dtype) -> Any:
-    """Returns an intrinsic that turns an int64 address into the record of ``dtype`` there."""
-    element = from_dtype(dtype)
-
-    @intrinsic
-    def record(typingctx, at):
-        def codegen(context, builder, signature, args):
-            return builder.inttoptr(args[0], context.get_value_type(element))
-
-        return element(types.int64), codegen
-
-    return record
-
-
-def addresses_of(arrays: Iterable[np.ndarray]) -> tuple[int, ...]:
-    """Returns the addresses of arrays, in their order; the caller keeps the arrays alive."""
-    return tuple(address(array) for array in arrays)
-
-
 float_pointer = _pointer_to(types.float32, F32)
-double_pointer = _pointer_to(types.float64, ir.DoubleType())
 integer_pointer = _pointer_to(types.int64, I64)
-bits_pointer = _pointer_to(types.uint64, I64)
-index_pointer = _pointer_to(types.int32, I32)
-half_pointer = _pointer_to(types.uint16, I16)  # f16 rows, whose bits kernels read

@@ -17,15 +17,14 @@ from typing import Any
 import numpy as np
 from llvmlite import binding, ir
 from numba import types
-from numba.extending import intrinsic
 from numba.np.ufunc.parallel import _launch_threads
 
 from sparsekv_cli.cpu.jit import features
+from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import callback, njit
-from sparsekv_cli.cpu.jit.llvm import keep, prefetch_lines
+from sparsekv_cli.cpu.jit.llvm import I32, I64, call_named, keep, loop, prefetch_lines
 from sparsekv_cli.errors import SparseKVError
 
-I64 = ir.IntType(64)
 # The control block, int64. Words that different threads write lie on different cache lines.
 TICKET, DONE, BUSY, JOB, ASLEEP, LOCK, SIGNAL, NEXT, EXPECTED, SIZE = range(0, 160, 16)
 # A job, from control[JOB] on: what numba passes (see ``_parallel_for``).
@@ -42,175 +41,104 @@ PIECE = 512  # bytes that a waiting thread prefetches between two polls
 SPINS = 3000  # polls of an idle worker before it sleeps: 40 to 140 cycles each, or a piece
 
 
-@intrinsic
-def _atomic_load(typingctx, address):
-    def codegen(context, b, signature, args):
-        return b.load_atomic(b.inttoptr(args[0], I64.as_pointer()), "acquire", 8)
-
-    return types.int64(types.int64), codegen
+@emitter(returns=types.int64)
+def _atomic_load(b, address):
+    return b.load_atomic(b.inttoptr(address, I64.as_pointer()), "acquire", 8)
 
 
-@intrinsic
-def _atomic_store(typingctx, address, value):
-    def codegen(context, b, signature, args):
-        b.store_atomic(args[1], b.inttoptr(args[0], I64.as_pointer()), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+@emitter
+def _atomic_store(b, address, value):
+    b.store_atomic(value, b.inttoptr(address, I64.as_pointer()), "release", 8)
 
 
-@intrinsic
-def atomic_add(typingctx, address, value):
+@emitter(returns=types.int64)
+def atomic_add(b, address, value):
     """Adds to the int64 at ``address`` as one atomic step; returns the old value."""
-
-    def codegen(context, b, signature, args):
-        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "acq_rel")
-
-    return types.int64(types.int64, types.int64), codegen
+    return b.atomic_rmw("add", b.inttoptr(address, I64.as_pointer()), value, "acq_rel")
 
 
-@intrinsic
-def _compare_and_swap(typingctx, address, old, new):
+@emitter(returns=types.boolean)
+def _compare_and_swap(b, address, old, new):
     """Replaces the word at ``address`` by ``new`` if it is ``old``; returns whether it was."""
-
-    def codegen(context, b, signature, args):
-        pointer = b.inttoptr(args[0], I64.as_pointer())
-        return b.extract_value(b.cmpxchg(pointer, args[1], args[2], "acq_rel", "acquire"), 1)
-
-    return types.boolean(types.int64, types.int64, types.int64), codegen
+    pointer = b.inttoptr(address, I64.as_pointer())
+    return b.extract_value(b.cmpxchg(pointer, old, new, "acq_rel", "acquire"), 1)
 
 
-def _call_c(b: ir.IRBuilder, name: str, *args: ir.Value) -> ir.Value:
-    function = b.module.globals.get(name)
-    if function is None:
-        type_ = ir.FunctionType(ir.IntType(32), [arg.type for arg in args])
-        function = ir.Function(b.module, type_, name)
-    return b.call(function, args)
-
-
-@intrinsic
-def _pause(typingctx):
+@emitter
+def _pause(b):
     """Tells the core that this thread spins."""
-
-    def codegen(context, b, signature, args):
-        if features.architecture() == "x86_64":
-            b.call(_intrinsic(b, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
-        elif features.architecture() == "aarch64":
-            i32 = ir.IntType(32)
-            b.call(_intrinsic(b, "llvm.aarch64.hint", ir.VoidType(), [i32]), [i32(1)])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    if features.architecture() == "x86_64":
+        call_named(b, "llvm.x86.sse2.pause", ir.VoidType())
+    elif features.architecture() == "aarch64":
+        call_named(b, "llvm.aarch64.hint", ir.VoidType(), I32(1))
 
 
-@intrinsic
-def _yield(typingctx):
+@emitter
+def _yield(b):
     """Gives the core to another thread (sched_yield, on POSIX systems)."""
-
-    def codegen(context, b, signature, args):
-        if os.name == "posix":
-            _call_c(b, "sched_yield")
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    if os.name == "posix":
+        call_named(b, "sched_yield", I32)
 
 
-@intrinsic
-def _mutex(typingctx, lock, take):
+@emitter(take=LITERAL)
+def _mutex(b, lock, take):
     """Takes or releases the pthread mutex at ``lock``; ``take`` is a literal."""
-
-    def codegen(context, b, signature, args):
-        taking = signature.args[1].literal_value
-        _call_c(b, "pthread_mutex_lock" if taking else "pthread_mutex_unlock", args[0])
-        return context.get_dummy_value()
-
-    if isinstance(take, types.IntegerLiteral):
-        return types.void(types.int64, take), codegen
-    return None
+    call_named(b, "pthread_mutex_lock" if take else "pthread_mutex_unlock", I32, lock)
 
 
-@intrinsic
-def _wait(typingctx, signal, lock):
-    def codegen(context, b, signature, args):
-        _call_c(b, "pthread_cond_wait", *args)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+@emitter
+def _wait(b, signal, lock):
+    call_named(b, "pthread_cond_wait", I32, signal, lock)
 
 
-@intrinsic
-def _wake_all(typingctx, signal):
-    def codegen(context, b, signature, args):
-        _call_c(b, "pthread_cond_broadcast", *args)
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
+@emitter
+def _wake_all(b, signal):
+    call_named(b, "pthread_cond_broadcast", I32, signal)
 
 
-@intrinsic
-def _run_task(typingctx, job, task):
+@emitter
+def _run_task(b, job, task):
     """Calls a loop's body for one task: each array is advanced by ``task`` rows and has one row."""
+    pointer = ir.IntType(8).as_pointer()
 
-    def codegen(context, b, signature, args):
-        job, task = args
-        pointer = ir.IntType(8).as_pointer()
+    def word(address: ir.Value, i: Any) -> ir.Value:
+        at = b.add(address, b.mul(i, I64(8)))
+        return b.load(b.inttoptr(at, I64.as_pointer()))
 
-        def word(address: ir.Value, i: Any) -> ir.Value:
-            at = b.add(address, b.mul(i, I64(8)))
-            return b.load(b.inttoptr(at, I64.as_pointer()))
+    def copied(count: ir.Value, value_of: Any) -> ir.Value:
+        """Allocates an array of ``count`` words on the stack."""
+        array = b.alloca(I64, count)
 
-        def copied(count: ir.Value, value_of: Any) -> ir.Value:
-            """Allocates an array of ``count`` words on the stack."""
-            array = b.alloca(I64, count)
-            head, body, after = (b.append_basic_block(name) for name in ("head", "body", "after"))
-            before = b.block
-            b.branch(head)
-            b.position_at_end(head)
-            i = b.phi(I64)
-            i.add_incoming(I64(0), before)
-            b.cbranch(b.icmp_signed("<", i, count), body, after)
-            b.position_at_end(body)
+        def copy(i: ir.Value, carried: list[ir.Value]) -> None:
             b.store(value_of(i), b.gep(array, [i]))
-            i.add_incoming(b.add(i, I64(1)), b.block)
-            b.branch(head)
-            b.position_at_end(after)
-            return array
 
-        fields = [word(job, I64(i)) for i in range(8)]
-        function, arrays, dimensions, steps, data, n_inner, n_arrays, _ = fields
-        stack = b.call(_intrinsic(b, "llvm.stacksave.p0", ir.PointerType(), []), [])
-        is_first = lambda i: b.icmp_signed("==", i, I64(0))  # noqa: E731
-        sizes = copied(
-            b.add(n_inner, I64(1)), lambda i: b.select(is_first(i), I64(1), word(dimensions, i))
-        )
-        places = copied(n_arrays, lambda i: b.add(word(arrays, i), b.mul(word(steps, i), task)))
-        type_ = ir.FunctionType(ir.VoidType(), [pointer] * 4)
-        b.call(
-            b.inttoptr(function, type_.as_pointer()),
-            [
-                b.bitcast(places, pointer), b.bitcast(sizes, pointer),
-                b.inttoptr(steps, pointer), b.inttoptr(data, pointer),
-            ],
-        )  # fmt: skip
-        b.call(_intrinsic(b, "llvm.stackrestore.p0", ir.VoidType(), [ir.PointerType()]), [stack])
-        return context.get_dummy_value()
+        loop(b, I64(0), count, 1, [], copy)
+        return array
 
-    return types.void(types.int64, types.int64), codegen
+    fields = [word(job, I64(i)) for i in range(8)]
+    function, arrays, dimensions, steps, data, n_inner, n_arrays, _ = fields
+    stack = call_named(b, "llvm.stacksave.p0", ir.PointerType())
+    is_first = lambda i: b.icmp_signed("==", i, I64(0))  # noqa: E731
+    sizes = copied(
+        b.add(n_inner, I64(1)), lambda i: b.select(is_first(i), I64(1), word(dimensions, i))
+    )
+    places = copied(n_arrays, lambda i: b.add(word(arrays, i), b.mul(word(steps, i), task)))
+    type_ = ir.FunctionType(ir.VoidType(), [pointer] * 4)
+    b.call(
+        b.inttoptr(function, type_.as_pointer()),
+        [
+            b.bitcast(places, pointer), b.bitcast(sizes, pointer),
+            b.inttoptr(steps, pointer), b.inttoptr(data, pointer),
+        ],
+    )  # fmt: skip
+    call_named(b, "llvm.stackrestore.p0", ir.VoidType(), stack)
 
 
-def _intrinsic(b: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Type]) -> ir.Function:
-    return b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(result, args), name)
-
-
-@intrinsic
-def _control(typingctx):
+@emitter(returns=types.int64)
+def _control(b):
     """Returns the address of the control block. It is a symbol that ``install`` defines."""
-
-    def codegen(context, b, signature, args):
-        block = b.module.globals.get(CONTROL) or ir.GlobalVariable(b.module, I64, CONTROL)
-        return b.ptrtoint(block, I64)
-
-    return types.int64(), codegen
+    block = b.module.globals.get(CONTROL) or ir.GlobalVariable(b.module, I64, CONTROL)
+    return b.ptrtoint(block, I64)
 
 
 @njit(nogil=True, cache=True)

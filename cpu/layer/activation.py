@@ -11,13 +11,13 @@ import math
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.softmax import exp_lanes
 from sparsekv_cli.cpu.jit import llvm
-from sparsekv_cli.cpu.jit.bf16 import narrowed
+from sparsekv_cli.cpu.jit.bf16 import narrowed, widened
+from sparsekv_cli.cpu.jit.emitter import TYPE, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F32, I16, I32, I64, LANES, VF, VI, const, load, vec
+from sparsekv_cli.cpu.jit.llvm import F32, I16, I64, LANES, VF, const, load, vec
 
 SILU, GELU, CLAMPED, SIGMOID, SQUARED = range(5)
 ACTIVATIONS = {
@@ -52,46 +52,24 @@ def _gated(b: ir.IRBuilder, activation: int, g: ir.Value, u: ir.Value) -> ir.Val
     return b.fmul(sigmoid if activation == SIGMOID else b.fmul(g, sigmoid), u)
 
 
-@intrinsic
-def gate_lanes(typingctx, rows, activation, gate, up, out, count):
+@emitter(rows=TYPE, activation=range(len(ACTIVATIONS)))
+def gate_lanes(b, rows, activation, gate, up, out, count):
     """out[i] = act(gate[i]) up[i], i < count rounded up to 16; addresses.
 
     rows: any array with the type of the elements, f32 or the bits of bf16.
     """
+    in_bf16 = rows.dtype == types.uint16
 
-    def codegen(context, b, signature, args):
-        _, activation, gate, up, out, count = args
-        in_bf16 = signature.args[0].dtype == types.uint16
-        size = 2 if in_bf16 else 4
+    def wide(address, at):
+        place = b.add(address, at)
+        return widened(b, load(b, vec(I16), place)) if in_bf16 else load(b, VF, place)
 
-        def wide(address, at):
-            if not in_bf16:
-                return load(b, VF, b.add(address, at))
-            bits = b.zext(load(b, vec(I16), b.add(address, at)), VI)
-            return b.bitcast(b.shl(bits, const(I32, 16)), VF)
+    def lanes(j, carried):
+        at = b.mul(j, I64(2 if in_bf16 else 4))
+        result = _gated(b, activation, wide(gate, at), wide(up, at))
+        llvm.store(b, narrowed(b, result) if in_bf16 else result, b.add(out, at))
 
-        def body(kind):
-            def lanes(j, carried):
-                at = b.mul(j, I64(size))
-                result = _gated(b, kind, wide(gate, at), wide(up, at))
-                llvm.store(b, narrowed(b, result) if in_bf16 else result, b.add(out, at))
-                return []
-
-            return lanes
-
-        after = b.append_basic_block("after")
-        blocks = [b.append_basic_block(name) for name in ACTIVATIONS]
-        switch = b.switch(activation, blocks[SILU])
-        for kind, block in enumerate(blocks):
-            if kind != SILU:
-                switch.add_case(I64(kind), block)
-            b.position_at_end(block)
-            llvm.loop(b, I64(0), count, LANES, [], body(kind))
-            b.branch(after)
-        b.position_at_end(after)
-        return context.get_dummy_value()
-
-    return types.void(rows, *[types.int64] * 5), codegen
+    llvm.loop(b, I64(0), count, LANES, [], lanes)
 
 
 @njit(cache=True, nogil=True)

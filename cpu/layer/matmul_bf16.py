@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import prange, types
-from numba.extending import intrinsic
+from numba import prange
 
 from sparsekv_cli.cpu.jit import bf16, llvm
 from sparsekv_cli.cpu.jit.bf16 import PAIRS, ROWS, multiply, narrowed
+from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import I64, LANES, VF, VI, load, next_task
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
@@ -50,51 +50,37 @@ def product_table(matrices: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
     return table
 
 
-@intrinsic
-def _transpose_pairs(typingctx, rows, row_bytes, n_pairs, panel):
+@emitter
+def _transpose_pairs(b, rows, row_bytes, n_pairs, panel):
     """panel uint32 (n_pairs, COLUMNS) = rows^T, uint32 (COLUMNS, n_pairs); addresses.
 
     n_pairs: a multiple of 16.
     """
 
-    def codegen(context, b, signature, args):
-        rows, row_bytes, n_pairs, panel = args
+    def body(c, carried):
+        for first in range(0, COLUMNS, LANES):
+            at = b.add(rows, b.mul(c, I64(4)))
+            square = [
+                load(b, VI, b.add(at, b.mul(row_bytes, I64(first + i)))) for i in range(LANES)
+            ]
+            to = b.add(panel, b.mul(c, I64(4 * COLUMNS)))
+            for i, column in enumerate(llvm.transposed(b, square)):
+                llvm.store(b, column, to, 4 * COLUMNS * i + 4 * first)
 
-        def body(c, carried):
-            for first in range(0, COLUMNS, LANES):
-                at = b.add(rows, b.mul(c, I64(4)))
-                square = [
-                    load(b, VI, b.add(at, b.mul(row_bytes, I64(first + i)))) for i in range(LANES)
-                ]
-                to = b.add(panel, b.mul(c, I64(4 * COLUMNS)))
-                for i, column in enumerate(llvm.transposed(b, square)):
-                    llvm.store(b, column, to, 4 * COLUMNS * i + 4 * first)
-            return []
-
-        llvm.loop(b, I64(0), n_pairs, LANES, [], body)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
+    llvm.loop(b, I64(0), n_pairs, LANES, [], body)
 
 
-@intrinsic
-def _store_rows(typingctx, sums, n_rows, out, out_row):
+@emitter
+def _store_rows(b, sums, n_rows, out, out_row):
     """out bf16 (n_rows, COLUMNS), rows out_row bytes apart, = f32 (n_rows, COLUMNS); addresses."""
 
-    def codegen(context, b, signature, args):
-        sums, n_rows, out, out_row = args
+    def body(r, carried):
+        at, to = b.add(sums, b.mul(r, I64(4 * COLUMNS))), b.add(out, b.mul(r, out_row))
+        for i in range(0, COLUMNS, 2 * LANES):  # whole cache lines
+            low, high = (narrowed(b, load(b, VF, at, 4 * (i + part))) for part in (0, LANES))
+            llvm.store(b, llvm.shuffle(b, low, high, range(2 * LANES)), to, 2 * i)
 
-        def body(r, carried):
-            at, to = b.add(sums, b.mul(r, I64(4 * COLUMNS))), b.add(out, b.mul(r, out_row))
-            for i in range(0, COLUMNS, 2 * LANES):  # whole cache lines
-                low, high = (narrowed(b, load(b, VF, at, 4 * (i + part))) for part in (0, LANES))
-                llvm.store(b, llvm.shuffle(b, low, high, range(2 * LANES)), to, 2 * i)
-            return []
-
-        llvm.loop(b, I64(0), n_rows, 1, [], body)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
+    llvm.loop(b, I64(0), n_rows, 1, [], body)
 
 
 @njit(cache=True, nogil=True)
@@ -130,10 +116,8 @@ def _multiply_panel(panel, x, low, begin, end, sums):
     unit_bytes, row_bytes, at = x.strides[1], x.strides[2], panel.ctypes.data
     for tile in range(begin, end):
         rows, to = x[tile, low].ctypes.data, sums[tile - begin].ctypes.data
-        if low == 0:
-            multiply(VECTORS, rows, row_bytes, unit_bytes, at, panel_row, n_units, to, panel_row, 0)
-        else:
-            multiply(VECTORS, rows, row_bytes, unit_bytes, at, panel_row, n_units, to, panel_row, 1)
+        adds = low > 0
+        multiply(VECTORS, rows, row_bytes, unit_bytes, at, panel_row, n_units, to, panel_row, adds)
 
 
 @njit(cache=True, nogil=True)

@@ -16,6 +16,7 @@ from numba import prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import (
     I8,
@@ -80,35 +81,26 @@ def _format_traits(code: int) -> Traits:
 # --- panels ---------------------------------------------------------------------------------------
 
 
-@intrinsic
-def _decode_row(typingctx, code, w, n_blocks, values, scales, offsets):
+@emitter(code=LITERAL)
+def _decode_row(b, code, w, n_blocks, values, scales, offsets):
     """Decodes a row's blocks to bytes, f32 scales and f32 offsets; addresses. code: a literal."""
-    if not isinstance(code, types.IntegerLiteral):
-        return None
+    format_ = FORMAT_OF_CODE[code]
+    assert format_.decode is not None
+    decode = format_.decode
+    zero = 0 if vnni.takes_signed() else format_.zero
 
-    def codegen(context, b, signature, args):
-        format_ = FORMAT_OF_CODE[signature.args[0].literal_value]
-        assert format_.decode is not None
-        decode = format_.decode
-        _, w, n_blocks, values, scales, offsets = args
-        zero = 0 if vnni.takes_signed() else format_.zero
+    def body(i, carried):
+        block = decode(b, b.add(w, b.mul(i, I64(format_.n_bytes))))
+        at = b.add(values, b.mul(i, I64(format_.n_elements)))
+        n = block.q[0].type.count
+        for j, q in enumerate(block.q):
+            llvm.store(b, b.add(q, const(I8, zero, n)), at, n * j)
+        step = b.mul(i, I64(4 * block.scales.type.count))
+        llvm.store(b, block.scales, b.add(scales, step))
+        if block.offsets is not None:
+            llvm.store(b, block.offsets, b.add(offsets, step))
 
-        def body(i, carried):
-            block = decode(b, b.add(w, b.mul(i, I64(format_.n_bytes))))
-            at = b.add(values, b.mul(i, I64(format_.n_elements)))
-            n = block.q[0].type.count
-            for j, q in enumerate(block.q):
-                llvm.store(b, b.add(q, const(I8, zero, n)), at, n * j)
-            step = b.mul(i, I64(4 * block.scales.type.count))
-            llvm.store(b, block.scales, b.add(scales, step))
-            if block.offsets is not None:
-                llvm.store(b, block.offsets, b.add(offsets, step))
-            return []
-
-        llvm.loop(b, I64(0), n_blocks, 1, [], body)
-        return context.get_dummy_value()
-
-    return types.void(code, *[types.int64] * 5), codegen
+    llvm.loop(b, I64(0), n_blocks, 1, [], body)
 
 
 @njit(cache=True, nogil=True)
@@ -129,32 +121,25 @@ def kernel_addresses(code: int) -> tuple[int, int]:
     return decoder, product_address(_format_traits(code))
 
 
-@intrinsic
-def _pack(typingctx, n_columns, values, row, panel):
+@emitter
+def _pack(b, n_columns, values, row, panel):
     """Packs values u8 (GROUP, n_columns), rows ``row`` bytes apart, to a panel; addresses.
 
     Both have room for columns up to a multiple of 4 WIDTH.
     """
+    starts = [b.add(values, b.mul(row, I64(r))) for r in range(GROUP)]
 
-    def codegen(context, b, signature, args):
-        n_columns, values, row, panel = args
-        starts = [b.add(values, b.mul(row, I64(r))) for r in range(GROUP)]
+    def body(column, carried):
+        place = b.add(panel, b.mul(column, I64(GROUP)))
+        for first in range(0, GROUP, WIDTH):
+            rows = [
+                load(b, vec(I32, WIDTH), b.add(start, column))
+                for start in starts[first : first + WIDTH]
+            ]
+            for i, lanes in enumerate(llvm.transposed(b, rows)):
+                llvm.store(b, lanes, place, 4 * GROUP * i + 4 * first)
 
-        def body(column, carried):
-            place = b.add(panel, b.mul(column, I64(GROUP)))
-            for first in range(0, GROUP, WIDTH):
-                rows = [
-                    load(b, vec(I32, WIDTH), b.add(start, column))
-                    for start in starts[first : first + WIDTH]
-                ]
-                for i, lanes in enumerate(llvm.transposed(b, rows)):
-                    llvm.store(b, lanes, place, 4 * GROUP * i + 4 * first)
-            return []
-
-        llvm.loop(b, I64(0), n_columns, 4 * WIDTH, [], body)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
+    llvm.loop(b, I64(0), n_columns, 4 * WIDTH, [], body)
 
 
 # --- matrices -------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from numba import prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.store import store_row
-from sparsekv_cli.cpu.jit.bf16 import narrowed
+from sparsekv_cli.cpu.jit.bf16 import narrowed, widened
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F32, I32, LANES, sum_squares
+from sparsekv_cli.cpu.jit.llvm import LANES, sum_squares
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.activation import SIGMOID, gate_lanes, gate_one
 from sparsekv_cli.cpu.vector.put import put
@@ -35,7 +35,7 @@ def widen(typingctx, value):
     def codegen(context, builder, signature, args):
         if signature.args[0] == types.float32:
             return args[0]
-        return builder.bitcast(builder.shl(builder.zext(args[0], I32), I32(16)), F32)
+        return widened(builder, args[0])
 
     return types.float32(value), codegen
 

@@ -21,8 +21,10 @@ from numba.core.cgutils import alloca_once
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.bf16 import widened
+from sparsekv_cli.cpu.jit.emitter import LITERAL, TYPE, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F32, I8, I16, I32, I64, LANES, VF, VI, const, load, splat, vec
+from sparsekv_cli.cpu.jit.llvm import F32, I8, I16, I32, I64, LANES, VF, const, load, splat, vec
 from sparsekv_cli.cpu.jit.pointers import call_through, function_address
 from sparsekv_cli.cpu.weights import vnni
 from sparsekv_cli.cpu.weights.integer import BLOCK, byte_products, pair_products, round_halves
@@ -66,47 +68,39 @@ def _halves(b: ir.IRBuilder, x: ir.Value, is_bf16: bool) -> list[ir.Value]:
     """Returns the 32 elements at address x as two <16 x float>."""
     if not is_bf16:
         return [load(b, VF, x, 4 * LANES * h) for h in range(2)]
-    halves = [load(b, vec(I16), x, 2 * LANES * h) for h in range(2)]
-    return [b.bitcast(b.shl(b.zext(half, VI), const(I32, 16)), VF) for half in halves]
+    return [widened(b, half) for half in [load(b, vec(I16), x, 2 * LANES * h) for h in range(2)]]
 
 
-@intrinsic
-def round_input(typingctx, rows, x, tile, n):
+@emitter(rows=TYPE)
+def round_input(b, rows, x, tile, n):
     """Rounds one input (n,) at x into a tile. tile: the address of the input's first four bytes.
 
     rows: an array of the inputs' type, f32 or bf16 as uint16; x and tile are addresses.
     """
     is_bf16 = rows.dtype == types.uint16
+    row = 4 * TILE  # bytes from four columns to the next, and from one f32 to the next
+    small = b.mul(b.sdiv(n, I64(BLOCK)), I64(row))
+    scales = b.add(tile, b.mul(n, I64(TILE)))
+    sums32 = b.add(scales, small)
+    sums16 = b.add(sums32, small)
 
-    def codegen(context, b, signature, args):
-        _, x, tile, n = args
-        row = 4 * TILE  # bytes from four columns to the next, and from one f32 to the next
-        small = b.mul(b.sdiv(n, I64(BLOCK)), I64(row))
-        scales = b.add(tile, b.mul(n, I64(TILE)))
-        sums32 = b.add(scales, small)
-        sums16 = b.add(sums32, small)
+    def body(i, carried):
+        at = b.add(x, b.mul(i, I64(2 if is_bf16 else 4)))
+        block = round_halves(b, _halves(b, at, is_bf16), LARGEST_INPUT)
+        to = b.add(tile, b.mul(i, I64(TILE)))
+        for h, half in enumerate(block.halves):
+            words = b.bitcast(b.fptosi(half, vec(I8)), vec(I32, 4))
+            for w in range(4):
+                llvm.store(b, b.extract_element(words, I32(w)), to, row * (4 * h + w))
+        number = b.sdiv(i, I64(BLOCK))
+        at = b.mul(number, I64(row))
+        totals = [b.fptosi(llvm.sum_lanes(b, half), I32) for half in block.halves]
+        llvm.store(b, block.scale, b.add(scales, at))
+        llvm.store(b, b.add(*totals), b.add(sums32, at))
+        for h, total in enumerate(totals):
+            llvm.store(b, total, b.add(sums16, b.mul(at, I64(2))), row * h)
 
-        def body(i, carried):
-            at = b.add(x, b.mul(i, I64(2 if is_bf16 else 4)))
-            block = round_halves(b, _halves(b, at, is_bf16), LARGEST_INPUT)
-            to = b.add(tile, b.mul(i, I64(TILE)))
-            for h, half in enumerate(block.halves):
-                words = b.bitcast(b.fptosi(half, vec(I8)), vec(I32, 4))
-                for w in range(4):
-                    llvm.store(b, b.extract_element(words, I32(w)), to, row * (4 * h + w))
-            number = b.sdiv(i, I64(BLOCK))
-            at = b.mul(number, I64(row))
-            totals = [b.fptosi(llvm.sum_lanes(b, half), I32) for half in block.halves]
-            llvm.store(b, block.scale, b.add(scales, at))
-            llvm.store(b, b.add(*totals), b.add(sums32, at))
-            for h, total in enumerate(totals):
-                llvm.store(b, total, b.add(sums16, b.mul(at, I64(2))), row * h)
-            return []
-
-        llvm.loop(b, I64(0), n, BLOCK, [], body)
-        return context.get_dummy_value()
-
-    return types.void(rows, *[types.int64] * 3), codegen
+    llvm.loop(b, I64(0), n, BLOCK, [], body)
 
 
 # --- products -------------------------------------------------------------------------------------
@@ -197,52 +191,42 @@ def _add_span(b: ir.IRBuilder, traits: Traits, span: _Span, inputs: Sequence[int
     llvm.memory_fence(b)
 
 
-@intrinsic
+@emitter(span=LITERAL, room=LITERAL, zero=LITERAL, has_offsets=LITERAL)
 def _multiply_tile(
-    typingctx, span, room, zero, has_offsets, panel, scales, n_spans, tile, n, column, sums
+    b, span, room, zero, has_offsets, panel, scales, n_spans, tile, n, column, sums
 ):  # fmt: skip
     """sums f32 (TILE, GROUP) += n_spans of a panel times inputs from ``column`` on; addresses.
 
     span, room, zero, has_offsets: literals (see Traits). tile: inputs of n values. The spans are
     whole blocks of inputs.
     """
-    literals = (span, room, zero, has_offsets)
-    if not all(isinstance(literal, types.IntegerLiteral) for literal in literals):
-        return None
+    traits = Traits(span, room, zero, has_offsets)
+    n_parts = BLOCK // traits.span
+    small = b.mul(b.sdiv(n, I64(BLOCK)), I64(4 * TILE))
+    x_scales = b.add(tile, b.mul(n, I64(TILE)))
+    x_sums = b.add(x_scales, b.mul(small, I64(n_parts)))  # of spans of this size
+    kept = b.ptrtoint(alloca_once(b, vec(F32, WIDTH), TILE * len(VECTORS)), I64)
 
-    def codegen(context, b, signature, args):
-        traits = Traits(*(type_.literal_value for type_ in signature.args[:4]))
-        panel, scales, n_spans, tile, n, column, sums = args[4:]
-        n_parts = BLOCK // traits.span
-        small = b.mul(b.sdiv(n, I64(BLOCK)), I64(4 * TILE))
-        x_scales = b.add(tile, b.mul(n, I64(TILE)))
-        x_sums = b.add(x_scales, b.mul(small, I64(n_parts)))  # of spans of this size
-        kept = b.ptrtoint(alloca_once(b, vec(F32, WIDTH), TILE * len(VECTORS)), I64)
+    def add_block(i, carried):
+        start = b.add(column, b.mul(i, I64(BLOCK)))
+        number = b.mul(b.sdiv(start, I64(BLOCK)), I64(4 * TILE))
+        for j in range(n_parts):
+            s, ends_block = b.add(b.mul(i, I64(n_parts)), I64(j)), j + 1 == n_parts
+            each = _Span(
+                w=b.add(panel, b.mul(s, I64(GROUP * traits.span))),
+                scales=b.add(scales, b.mul(s, I64(SCALES_BYTES))),
+                x=b.add(tile, b.mul(b.add(start, I64(j * traits.span)), I64(TILE))),
+                x_scales=b.add(x_scales, number),
+                x_sums=b.add(b.add(x_sums, b.mul(number, I64(n_parts))), I64(4 * TILE * j)),
+                before=kept if j else None,
+                out=sums if ends_block else kept,
+                ends_block=ends_block,
+            )
+            for inputs in (range(TILE // 2), range(TILE // 2, TILE)):
+                _add_span(b, traits, each, inputs)
 
-        def add_block(i, carried):
-            start = b.add(column, b.mul(i, I64(BLOCK)))
-            number = b.mul(b.sdiv(start, I64(BLOCK)), I64(4 * TILE))
-            for j in range(n_parts):
-                s, ends_block = b.add(b.mul(i, I64(n_parts)), I64(j)), j + 1 == n_parts
-                each = _Span(
-                    w=b.add(panel, b.mul(s, I64(GROUP * traits.span))),
-                    scales=b.add(scales, b.mul(s, I64(SCALES_BYTES))),
-                    x=b.add(tile, b.mul(b.add(start, I64(j * traits.span)), I64(TILE))),
-                    x_scales=b.add(x_scales, number),
-                    x_sums=b.add(b.add(x_sums, b.mul(number, I64(n_parts))), I64(4 * TILE * j)),
-                    before=kept if j else None,
-                    out=sums if ends_block else kept,
-                    ends_block=ends_block,
-                )
-                for inputs in (range(TILE // 2), range(TILE // 2, TILE)):
-                    _add_span(b, traits, each, inputs)
-            return []
-
-        n_blocks = b.sdiv(n_spans, I64(n_parts))
-        llvm.loop(b, I64(0), n_blocks, 1, [], add_block)
-        return context.get_dummy_value()
-
-    return types.void(*literals, *[types.int64] * 7), codegen
+    n_blocks = b.sdiv(n_spans, I64(n_parts))
+    llvm.loop(b, I64(0), n_blocks, 1, [], add_block)
 
 
 @njit(cache=True, nogil=True)

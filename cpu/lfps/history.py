@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.softmax import max_of
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import LANES, prefetch_lines, reversed_bits, set_bits, trailing_zeros
 from sparsekv_cli.cpu.jit.pointers import on_lines
@@ -76,20 +76,16 @@ def threshold(sums, n, a, horizon):
     return a * sums[0] / min(n, horizon) / kappa
 
 
-@intrinsic
-def _mask_above(typingctx, entries, tau):
+@emitter(returns=types.uint64, tau=types.float32)
+def _mask_above(b, entries, tau):
     """Returns a u64 with bit j set where entries[j] > tau, j < 64. entries: address of f32."""
-
-    def codegen(context, b, signature, args):
-        limit = llvm.splat(b, args[1])
-        word = llvm.I64(0)
-        for part in range(BLOCK // LANES):
-            values = llvm.load(b, llvm.VF, args[0], 4 * LANES * part)
-            bits = b.bitcast(b.fcmp_ordered(">", values, limit), llvm.I16)
-            word = b.or_(word, b.shl(b.zext(bits, llvm.I64), llvm.I64(LANES * part)))
-        return word
-
-    return types.uint64(types.int64, types.float32), codegen
+    limit = llvm.splat(b, tau)
+    word = llvm.I64(0)
+    for part in range(BLOCK // LANES):
+        values = llvm.load(b, llvm.VF, entries, 4 * LANES * part)
+        bits = b.bitcast(b.fcmp_ordered(">", values, limit), llvm.I16)
+        word = b.or_(word, b.shl(b.zext(bits, llvm.I64), llvm.I64(LANES * part)))
+    return word
 
 
 @njit(cache=True, nogil=True)
@@ -283,33 +279,28 @@ def add_entries(h, tables, n, rows, weights, mean, part, at, row_bytes, changes)
     _replace_powers(tables.sums[h, 1], old[1], new[1], m)
 
 
-@intrinsic
-def _power_changes(typingctx, old, new, count):
+@emitter(returns=types.UniTuple(types.float64, 4))
+def _power_changes(b, old, new, count):
     """Returns the sums over j < count of new[j]^p - old[j]^p for p = 1..4, in f64.
 
     old, new: addresses of f32; count: a multiple of POWERS.
     """
+    wide = llvm.vec(ir.DoubleType(), POWERS)
 
-    def codegen(context, b, signature, args):
-        old, new, count = args
-        wide = llvm.vec(ir.DoubleType(), POWERS)
+    def powers(array, j):
+        lanes = llvm.load(b, llvm.vec(llvm.F32, POWERS), b.add(array, b.mul(j, llvm.I64(4))))
+        x = b.fpext(lanes, wide)
+        square = b.fmul(x, x)
+        return [x, square, b.fmul(square, x), b.fmul(square, square)]
 
-        def powers(array, j):
-            lanes = llvm.load(b, llvm.vec(llvm.F32, POWERS), b.add(array, b.mul(j, llvm.I64(4))))
-            x = b.fpext(lanes, wide)
-            square = b.fmul(x, x)
-            return [x, square, b.fmul(square, x), b.fmul(square, square)]
+    def body(j, sums):
+        changes = zip(sums, powers(new, j), powers(old, j), strict=True)
+        return [b.fadd(total, b.fsub(after, before)) for total, after, before in changes]
 
-        def body(j, sums):
-            changes = zip(sums, powers(new, j), powers(old, j), strict=True)
-            return [b.fadd(total, b.fsub(after, before)) for total, after, before in changes]
-
-        zero = llvm.const(ir.DoubleType(), 0.0, POWERS)
-        sums = llvm.loop(b, llvm.I64(0), count, POWERS, [zero] * 4, body)
-        sums = [llvm.sum_lanes(b, lanes) for lanes in sums]
-        return context.make_tuple(b, signature.return_type, sums)
-
-    return types.UniTuple(types.float64, 4)(types.int64, types.int64, types.int64), codegen
+    zero = llvm.const(ir.DoubleType(), 0.0, POWERS)
+    sums = llvm.loop(b, llvm.I64(0), count, POWERS, [zero] * 4, body)
+    sums = [llvm.sum_lanes(b, lanes) for lanes in sums]
+    return sums
 
 
 @njit(cache=True, nogil=True)

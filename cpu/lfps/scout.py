@@ -16,8 +16,7 @@ after them.
 from typing import NamedTuple
 
 import numpy as np
-from numba import prange, types
-from numba.extending import intrinsic
+from numba import prange
 
 from sparsekv_cli.cpu.attention import byte_scores
 from sparsekv_cli.cpu.attention.byte_scores import LINE, MAX_HALF_QUERIES, largest_of_query
@@ -25,6 +24,7 @@ from sparsekv_cli.cpu.attention.rows import F16, K_HEAD, K_KIND, K_ROW, K
 from sparsekv_cli.cpu.attention.select import select_largest
 from sparsekv_cli.cpu.attention.tile import PAD, tile_scores, widen_row
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, keep, load
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
@@ -192,43 +192,36 @@ def _code_part(kv_head, part, layout, encode, start, codes):
     keep(rows)
 
 
-@intrinsic
-def _code_rows(typingctx, rows, d, encode, encode_row, start, n_words, out):
+@emitter
+def _code_rows(b, rows, d, encode, encode_row, start, n_words, out):
     """Writes the codes of ROWS rows f32 (ROWS, d), which lie in one tile; addresses.
 
     encode f32 (d, width), ``encode_row`` bytes from a dim to the next. start f32 (width,). out: of
     the first row's first word.
     """
+    low, high = const(F32, 1.0 - ZERO), const(F32, ZERO - 1.0)
 
-    def codegen(context, b, signature, args):
-        rows, d, encode, encode_row, start, n_words, out = args
-        low, high = const(F32, 1.0 - ZERO), const(F32, ZERO - 1.0)
+    def two_words(w, carried):
+        at = b.mul(w, I64(4 * WORD))
 
-        def two_words(w, carried):
-            at = b.mul(w, I64(4 * WORD))
+        def dim(c, sums):
+            directions = load(b, VF, b.add(b.add(encode, at), b.mul(c, encode_row)))
+            new = []
+            for i, total in enumerate(sums):
+                place = b.add(rows, b.mul(b.add(b.mul(d, I64(i)), c), I64(4)))
+                new.append(llvm.fma(b, llvm.splat(b, load(b, F32, place)), directions, total))
+            return new
 
-            def dim(c, sums):
-                directions = load(b, VF, b.add(b.add(encode, at), b.mul(c, encode_row)))
-                new = []
-                for i, total in enumerate(sums):
-                    place = b.add(rows, b.mul(b.add(b.mul(d, I64(i)), c), I64(4)))
-                    new.append(llvm.fma(b, llvm.splat(b, load(b, F32, place)), directions, total))
-                return new
-
-            sums = llvm.loop(b, I64(0), d, 1, [load(b, VF, b.add(start, at))] * ROWS, dim)
-            place, has_second = b.add(out, b.mul(w, I64(LINE))), b.add(w, I64(1))
-            words = [_packed(b, total, low, high) for total in sums]
+        sums = llvm.loop(b, I64(0), d, 1, [load(b, VF, b.add(start, at))] * ROWS, dim)
+        place, has_second = b.add(out, b.mul(w, I64(LINE))), b.add(w, I64(1))
+        words = [_packed(b, total, low, high) for total in sums]
+        for i, both in enumerate(words):
+            llvm.store(b, b.extract_element(both, I32(0)), place, 4 * i)
+        with b.if_then(b.icmp_signed("<", has_second, n_words)):
             for i, both in enumerate(words):
-                llvm.store(b, b.extract_element(both, I32(0)), place, 4 * i)
-            with b.if_then(b.icmp_signed("<", has_second, n_words)):
-                for i, both in enumerate(words):
-                    llvm.store(b, b.extract_element(both, I32(1)), place, LINE + 4 * i)
-            return []
+                llvm.store(b, b.extract_element(both, I32(1)), place, LINE + 4 * i)
 
-        llvm.loop(b, I64(0), n_words, 2, [], two_words)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 7), codegen
+    llvm.loop(b, I64(0), n_words, 2, [], two_words)
 
 
 def _packed(b, codes, low, high):
@@ -260,52 +253,42 @@ def find_rows_ref(query: np.ndarray, codes: np.ndarray, directions: np.ndarray) 
     return kept * PART + best[kept]
 
 
-@intrinsic
-def _best_of_parts(typingctx, queries, n_queries, parts, n_parts, n_words, out, out_row):
+@emitter(n_queries=range(1, MAX_HALF_QUERIES + 1))
+def _best_of_parts(b, queries, n_queries, parts, n_parts, n_words, out, out_row):
     """Writes each part's highest score and its place, 0 to 127, for at most MAX_HALF_QUERIES.
 
     queries: address of int8 (n_queries, 8 n_words). out: address of int32, with out_row bytes from
     a query to the next: the score times 128, plus the place.
     """
+    tile_bytes, query_row = b.mul(n_words, I64(LINE)), b.mul(n_words, I64(WORD))
 
-    def codegen(context, b, signature, args):
-        queries, n_queries, parts, n_parts, n_words, out, out_row = args
-        tile_bytes, query_row = b.mul(n_words, I64(LINE)), b.mul(n_words, I64(WORD))
+    def best_of_tiles(tile, part, known):
+        sums = byte_scores.emit_half_products(
+            b, n_queries, queries, query_row, b.add(part, b.mul(tile_bytes, tile)), n_words, PART
+        )
+        first, best = b.trunc(b.mul(tile, I64(LANES)), I32), list(known)
+        for m, of_query in enumerate(sums):
+            for i, total in enumerate(of_query):
+                count = total.type.count
+                lanes = llvm.ir.Constant(total.type, [count * i + j for j in range(count)])
+                place = b.add(lanes, llvm.splat(b, first, count))
+                best[m] = _larger(b, b.or_(total, place), best[m])
+        return best
 
-        def emit(n):
-            def best_of_tiles(tile, part, known):
-                sums = byte_scores.emit_half_products(
-                    b, n, queries, query_row, b.add(part, b.mul(tile_bytes, tile)), n_words, PART
-                )
-                first, best = b.trunc(b.mul(tile, I64(LANES)), I32), list(known)
-                for m, of_query in enumerate(sums):
-                    for i, total in enumerate(of_query):
-                        count = total.type.count
-                        lanes = llvm.ir.Constant(total.type, [count * i + j for j in range(count)])
-                        place = b.add(lanes, llvm.splat(b, first, count))
-                        best[m] = _larger(b, b.or_(total, place), best[m])
-                return best
+    def best_of_part(i, _):
+        part = b.add(parts, b.mul(i, b.mul(tile_bytes, I64(PART // LANES))))
+        least = const(I32, -(1 << 31), byte_scores.SUMS)
+        best = llvm.loop(
+            b, I64(0), I64(PART // LANES), 1, [least] * n_queries,
+            lambda tile, known: best_of_tiles(tile, part, known),
+        )  # fmt: skip
+        to = b.add(out, b.mul(i, I64(4)))
+        for m, keys in enumerate(best):
+            name = f"llvm.vector.reduce.smax.v{byte_scores.SUMS}i32"
+            highest = llvm.call_named(b, name, I32, keys)
+            llvm.store(b, highest, b.add(to, b.mul(out_row, I64(m))))
 
-            def best_of_part(i, _):
-                part = b.add(parts, b.mul(i, b.mul(tile_bytes, I64(PART // LANES))))
-                least = const(I32, -(1 << 31), byte_scores.SUMS)
-                best = llvm.loop(
-                    b, I64(0), I64(PART // LANES), 1, [least] * n,
-                    lambda tile, known: best_of_tiles(tile, part, known),
-                )  # fmt: skip
-                to = b.add(out, b.mul(i, I64(4)))
-                for m, keys in enumerate(best):
-                    name = f"llvm.vector.reduce.smax.v{byte_scores.SUMS}i32"
-                    highest = llvm.call_named(b, name, I32, keys)
-                    llvm.store(b, highest, b.add(to, b.mul(out_row, I64(m))))
-                return []
-
-            llvm.loop(b, I64(0), n_parts, 1, [], best_of_part)
-
-        byte_scores.for_each_number(b, n_queries, emit, MAX_HALF_QUERIES)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 7), codegen
+    llvm.loop(b, I64(0), n_parts, 1, [], best_of_part)
 
 
 def _larger(b, x, y):

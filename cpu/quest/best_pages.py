@@ -2,37 +2,29 @@
 
 import numpy as np
 from numba import prange, types
-from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.flash import larger
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import I64, LANES, VF, load, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.quest.byte_pages import SPAN
 
 
-@intrinsic
-def _raise_to(typingctx, scores, count, top, best):
+@emitter(top=types.float32)
+def _raise_to(b, scores, count, top, best):
     """Raises best[j] to scores[j] - top, j < count, f32; count: a multiple of 16; addresses."""
+    tops = llvm.splat(b, top)
 
-    def codegen(context, b, signature, args):
-        scores, count, top, best = args
-        tops = llvm.splat(b, top)
+    def chunk(c, carried):
+        at = b.mul(c, I64(4))
+        to = b.add(best, at)
+        score = b.fsub(load(b, VF, b.add(scores, at)), tops)
+        llvm.store(b, larger(b, score, load(b, VF, to)), to)
 
-        def chunk(c, carried):
-            at = b.mul(c, I64(4))
-            to = b.add(best, at)
-            score = b.fsub(load(b, VF, b.add(scores, at)), tops)
-            llvm.store(b, larger(b, score, load(b, VF, to)), to)
-            return []
-
-        llvm.loop(b, I64(0), count, LANES, [], chunk)
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(i64, i64, types.float32, i64), codegen
+    llvm.loop(b, I64(0), count, LANES, [], chunk)
 
 
 @njit(cache=True, nogil=True)

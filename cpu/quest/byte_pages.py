@@ -13,7 +13,6 @@ dims. A query is rounded likewise: q and |q|, one after the other, are signed by
 
 import numpy as np
 from numba import prange, types
-from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention import byte_scores
 from sparsekv_cli.cpu.attention.byte_scores import LINE, MAX_QUERIES, PAIR, ZERO
@@ -23,6 +22,7 @@ from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, K
 from sparsekv_cli.cpu.attention.tile import widen_row
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I8, I32, I64, LANES, VF, VI, const, keep, load, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
@@ -38,73 +38,57 @@ SPAN = 16 * PAIR  # pages of a task
 # --- summaries ------------------------------------------------------------------------------------
 
 
-@intrinsic
-def _summarise(typingctx, kind, rows, row_bytes, width, centre, out):
+@emitter(returns=types.float32, kind=LITERAL)
+def _summarise(b, kind, rows, row_bytes, width, centre, out):
     """out f32 (2 width,) = mean - centre and deviation of PAGE rows, addresses.
 
     kind: a literal, F16_ROWS or F32_ROWS. width: a multiple of 16. Returns the largest magnitude of
     out. The deviation comes from differences to the mean, so that no digits cancel.
     """
-    if not isinstance(kind, types.IntegerLiteral):
-        return None
+    share, zero = const(F32, 1 / PAGE), const(F32, 0.0)
+    places = [b.add(rows, b.mul(row_bytes, I64(j))) for j in range(PAGE)]
 
-    def codegen(context, b, signature, args):
-        mode = signature.args[0].literal_value
-        _, rows, row_bytes, width, centre, out = args
-        share, zero = const(F32, 1 / PAGE), const(F32, 0.0)
-        places = [b.add(rows, b.mul(row_bytes, I64(j))) for j in range(PAGE)]
+    def size(x):
+        return llvm.call_named(b, "llvm.fabs.v16f32", VF, x)
 
-        def size(x):
-            return llvm.call_named(b, "llvm.fabs.v16f32", VF, x)
+    def chunk(c, most):
+        at = b.mul(c, I64(4))
+        x = [wide_lanes(b, kind, place, c) for place in places]
+        mean = zero
+        for row in x:
+            mean = b.fadd(mean, row)
+        mean, squares = b.fmul(mean, share), zero
+        for row in x:
+            deviation = b.fsub(row, mean)
+            squares = llvm.fma(b, deviation, deviation, squares)
+        deviation = llvm.call_named(b, "llvm.sqrt.v16f32", VF, b.fmul(squares, share))
+        moved = b.fsub(mean, load(b, VF, b.add(centre, at)))
+        llvm.store(b, moved, b.add(out, at))
+        llvm.store(b, deviation, b.add(out, b.add(at, b.mul(width, I64(4)))))
+        return [larger(b, deviation, larger(b, size(moved), most[0]))]
 
-        def chunk(c, most):
-            at = b.mul(c, I64(4))
-            x = [wide_lanes(b, mode, place, c) for place in places]
-            mean = zero
-            for row in x:
-                mean = b.fadd(mean, row)
-            mean, squares = b.fmul(mean, share), zero
-            for row in x:
-                deviation = b.fsub(row, mean)
-                squares = llvm.fma(b, deviation, deviation, squares)
-            deviation = llvm.call_named(b, "llvm.sqrt.v16f32", VF, b.fmul(squares, share))
-            moved = b.fsub(mean, load(b, VF, b.add(centre, at)))
-            llvm.store(b, moved, b.add(out, at))
-            llvm.store(b, deviation, b.add(out, b.add(at, b.mul(width, I64(4)))))
-            return [larger(b, deviation, larger(b, size(moved), most[0]))]
-
-        return llvm.max_lanes(b, llvm.loop(b, I64(0), width, LANES, [zero], chunk)[0])
-
-    return types.float32(kind, *[types.int64] * 5), codegen
+    return llvm.max_lanes(b, llvm.loop(b, I64(0), width, LANES, [zero], chunk)[0])
 
 
-@intrinsic
-def _round(typingctx, x, count, scale, zero, out, stride):
+@emitter(scale=types.float32)
+def _round(b, x, count, scale, zero, out, stride):
     """Writes the nearest bytes to x f32 (count,) / scale, + zero. Four are consecutive.
 
     The next four lie ``stride`` bytes later. count: a multiple of 16; addresses.
     """
+    inverse, offset = llvm.splat(b, b.fdiv(F32(1.0), scale)), llvm.splat(b, b.trunc(zero, I32))
 
-    def codegen(context, b, signature, args):
-        x, count, scale, zero, out, stride = args
-        inverse, offset = llvm.splat(b, b.fdiv(F32(1.0), scale)), llvm.splat(b, b.trunc(zero, I32))
+    def chunk(c, carried):
+        lanes = b.fmul(load(b, VF, b.add(x, b.mul(c, I64(4)))), inverse)
+        lanes = b.fptosi(llvm.call_named(b, "llvm.rint.v16f32", VF, lanes), VI)
+        narrow = b.trunc(b.add(lanes, offset), llvm.vec(I8))
+        words = b.bitcast(narrow, llvm.vec(I32, LANES // 4))
+        first = b.lshr(c, I64(2))
+        for i in range(LANES // 4):
+            to = b.add(out, b.mul(stride, b.add(first, I64(i))))
+            llvm.store(b, b.extract_element(words, I32(i)), to)
 
-        def chunk(c, carried):
-            lanes = b.fmul(load(b, VF, b.add(x, b.mul(c, I64(4)))), inverse)
-            lanes = b.fptosi(llvm.call_named(b, "llvm.rint.v16f32", VF, lanes), VI)
-            narrow = b.trunc(b.add(lanes, offset), llvm.vec(I8))
-            words = b.bitcast(narrow, llvm.vec(I32, LANES // 4))
-            first = b.lshr(c, I64(2))
-            for i in range(LANES // 4):
-                to = b.add(out, b.mul(stride, b.add(first, I64(i))))
-                llvm.store(b, b.extract_element(words, I32(i)), to)
-            return []
-
-        llvm.loop(b, I64(0), count, LANES, [], chunk)
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(i64, i64, types.float32, i64, i64, i64), codegen
+    llvm.loop(b, I64(0), count, LANES, [], chunk)
 
 
 @njit(cache=True, nogil=True)
@@ -196,38 +180,27 @@ def round_queries_ref(q):
     return np.concatenate([rounded, np.abs(rounded)], 2), starts, factors
 
 
-@intrinsic
-def _score_pair(
-    typingctx, n_queries, queries, n_words, starts, factors, tiles, scales, out, out_row, tops
-):
+@emitter(n_queries=range(1, MAX_QUERIES + 1))
+def _score_pair(b, n_queries, queries, n_words, starts, factors, tiles, scales, out, out_row, tops):
     """Scores the pages of two tiles for n_queries queries, 1 to MAX_QUERIES; all are addresses.
 
     out f32 (n_queries, 32), rows ``out_row`` bytes apart. tops f32 (n_queries, 16): each lane is
     raised to the query's largest scores.
     """
+    query_row = b.mul(n_words, I64(4))
+    pair = [tiles, b.add(tiles, b.mul(n_words, I64(LINE)))]
+    of_pages = [load(b, VF, scales, 4 * LANES * i) for i in range(2)]
 
-    def codegen(context, b, signature, args):
-        n_queries, queries, n_words, starts, factors, tiles, scales, out, out_row, tops = args
-        query_row = b.mul(n_words, I64(4))
-        pair = [tiles, b.add(tiles, b.mul(n_words, I64(LINE)))]
-        of_pages = [load(b, VF, scales, 4 * LANES * i) for i in range(2)]
-
-        def emit(n):
-            first = [load(b, I32, starts, 4 * m) for m in range(n)]
-            sums = byte_scores.emit_products(b, first, queries, query_row, 4, pair, n_words)
-            for m, dots in enumerate(sums):
-                factor = llvm.splat(b, load(b, F32, factors, 4 * m))
-                top = load(b, VF, tops, 4 * LANES * m)
-                for i, dot in enumerate(dots):
-                    score = b.fmul(b.sitofp(dot, VF), b.fmul(of_pages[i], factor))
-                    llvm.store(b, score, b.add(out, b.mul(out_row, I64(m))), 4 * LANES * i)
-                    top = larger(b, score, top)
-                llvm.store(b, top, tops, 4 * LANES * m)
-
-        byte_scores.for_each_number(b, n_queries, emit)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 10), codegen
+    first = [load(b, I32, starts, 4 * m) for m in range(n_queries)]
+    sums = byte_scores.emit_products(b, first, queries, query_row, 4, pair, n_words)
+    for m, dots in enumerate(sums):
+        factor = llvm.splat(b, load(b, F32, factors, 4 * m))
+        top = load(b, VF, tops, 4 * LANES * m)
+        for i, dot in enumerate(dots):
+            score = b.fmul(b.sitofp(dot, VF), b.fmul(of_pages[i], factor))
+            llvm.store(b, score, b.add(out, b.mul(out_row, I64(m))), 4 * LANES * i)
+            top = larger(b, score, top)
+        llvm.store(b, top, tops, 4 * LANES * m)
 
 
 @njit(cache=True, nogil=True)

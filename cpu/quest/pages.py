@@ -10,8 +10,7 @@ uint16, because numba has no f16 arrays.
 
 import numpy as np
 from llvmlite import ir
-from numba import prange, types
-from numba.extending import intrinsic
+from numba import prange
 
 from sparsekv_cli.cpu.attention.decode import BLOCK, ONE_THREAD_BELOW, TILE, n_key_splits
 from sparsekv_cli.cpu.attention.rows import GATHER
@@ -19,6 +18,7 @@ from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exponentiate
 from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F16, F32, I64, LANES, VF, const, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
@@ -28,61 +28,50 @@ def _store_half_lanes(b: ir.IRBuilder, value: ir.Value, address: ir.Value) -> No
     llvm.store(b, b.fptrunc(value, llvm.vec(F16)), address)
 
 
-@intrinsic
-def summarise_rows(typingctx, meanstd, rows, row_bytes, count, d, hi, lo):
+@emitter(meanstd=(0, 1))
+def summarise_rows(b, meanstd, rows, row_bytes, count, d, hi, lo):
     """Computes hi, lo f16 (d,) of ``count`` >= 1 f16 rows, all addresses; d a multiple of 16.
 
-    meanstd: a literal. 0: the largest and smallest element of each channel. 1: mean + std and mean
+    meanstd: 0: the largest and smallest element of each channel. 1: mean + std and mean
     - std (over count). The std comes from deviations, so that no digits cancel.
     """
-    if not isinstance(meanstd, types.IntegerLiteral):
-        return None
+    share = llvm.splat(b, b.fdiv(F32(1.0), b.sitofp(count, F32)))
 
-    def codegen(context, b, signature, args):
-        meanstd_ = signature.args[0].literal_value
-        _, rows, row_bytes, count, d, hi, lo = args
-        share = llvm.splat(b, b.fdiv(F32(1.0), b.sitofp(count, F32)))
+    def chunk(c, carried):
+        at = b.mul(c, I64(2))
+        first = b.add(rows, at)
 
-        def chunk(c, carried):
-            at = b.mul(c, I64(2))
-            first = b.add(rows, at)
+        def row(j):
+            return llvm.load_half_lanes(b, b.add(first, b.mul(j, row_bytes)))
 
-            def row(j):
-                return llvm.load_half_lanes(b, b.add(first, b.mul(j, row_bytes)))
+        def extend(j, ends):
+            return [
+                llvm.call_named(b, "llvm.maxnum.v16f32", VF, ends[0], row(j)),
+                llvm.call_named(b, "llvm.minnum.v16f32", VF, ends[1], row(j)),
+            ]
 
-            def extend(j, ends):
-                return [
-                    llvm.call_named(b, "llvm.maxnum.v16f32", VF, ends[0], row(j)),
-                    llvm.call_named(b, "llvm.minnum.v16f32", VF, ends[1], row(j)),
-                ]
+        def add(j, sums):
+            return [b.fadd(sums[0], row(j))]
 
-            def add(j, sums):
-                return [b.fadd(sums[0], row(j))]
+        if not meanstd:
+            ends = [row(I64(0)), row(I64(0))]
+            high, low = llvm.loop(b, I64(1), count, 1, ends, extend)
+        else:
+            total = llvm.loop(b, I64(0), count, 1, [const(F32, 0.0)], add)[0]
+            mean = b.fmul(total, share)
 
-            if not meanstd_:
-                ends = [row(I64(0)), row(I64(0))]
-                high, low = llvm.loop(b, I64(1), count, 1, ends, extend)
-            else:
-                total = llvm.loop(b, I64(0), count, 1, [const(F32, 0.0)], add)[0]
-                mean = b.fmul(total, share)
+            def deviate(j, sums):
+                deviation = b.fsub(row(j), mean)
+                return [llvm.fma(b, deviation, deviation, sums[0])]
 
-                def deviate(j, sums):
-                    deviation = b.fsub(row(j), mean)
-                    return [llvm.fma(b, deviation, deviation, sums[0])]
+            squares = llvm.loop(b, I64(0), count, 1, [const(F32, 0.0)], deviate)[0]
+            variance = b.fmul(squares, share)
+            std = llvm.call_named(b, "llvm.sqrt.v16f32", VF, variance)
+            high, low = b.fadd(mean, std), b.fsub(mean, std)
+        _store_half_lanes(b, high, b.add(hi, at))
+        _store_half_lanes(b, low, b.add(lo, at))
 
-                squares = llvm.loop(b, I64(0), count, 1, [const(F32, 0.0)], deviate)[0]
-                variance = b.fmul(squares, share)
-                std = llvm.call_named(b, "llvm.sqrt.v16f32", VF, variance)
-                high, low = b.fadd(mean, std), b.fsub(mean, std)
-            _store_half_lanes(b, high, b.add(hi, at))
-            _store_half_lanes(b, low, b.add(lo, at))
-            return []
-
-        llvm.loop(b, I64(0), d, LANES, [], chunk)
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(meanstd, i64, i64, i64, i64, i64, i64), codegen
+    llvm.loop(b, I64(0), d, LANES, [], chunk)
 
 
 @njit(cache=True, nogil=True)
@@ -104,10 +93,7 @@ def page_summaries(
             skipped = n_sinks if j == 0 else 0
             rows = k + kv_head * k_head + (j * page + skipped) * k_row
             hi_at, lo_at = hi[kv_head, j].ctypes.data, lo[kv_head, j].ctypes.data
-            if meanstd:
-                summarise_rows(1, rows, k_row, page - skipped, d, hi_at, lo_at)
-            else:
-                summarise_rows(0, rows, k_row, page - skipped, d, hi_at, lo_at)
+            summarise_rows(meanstd, rows, k_row, page - skipped, d, hi_at, lo_at)
 
 
 def page_summaries_ref(keys, page, meanstd, n_sinks=0):

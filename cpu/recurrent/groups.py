@@ -13,14 +13,12 @@ In Mamba-2 d_c = beta_c v_c. The delta rule also corrects what the state has for
 16 columns of the state stay in L1, the sums of a group in registers.
 """
 
-from typing import Any
-
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I64, LANES, VF, const, load, splat
 from sparsekv_cli.cpu.layer.activation import SILU, gate_lanes
@@ -34,99 +32,73 @@ GROUP = 8 if llvm.has_feature("avx512f") else 2
 N_FACTORS = 3 * GROUP + 2 * GROUP**2
 
 
-def _group_codegen(n: int, corrects: bool) -> Any:
-    """Returns the IR of a group of n rows on all columns of a head; see ``_group_of``."""
+@emitter(n=(1, GROUP), corrects=(0, 1))
+def _run_group(b, n, corrects, state, n_blocks, n_keys, q, k, v, out, factors):
+    """Runs n rows of one head on all its columns; addresses of f32.
 
-    def codegen(context, b, signature, args):
-        state, n_blocks, n_keys, q, k, v, out, factors = args
-
-        def factor(place: int) -> ir.Value:
-            return splat(b, load(b, F32, factors, 4 * place))
-
-        def element(rows: ir.Value, at: ir.Value, c: int) -> ir.Value:
-            return splat(b, load(b, F32, b.add(rows, at), 4 * ROW * c))
-
-        def block(j, carried):
-            columns = b.add(state, b.mul(j, b.mul(n_keys, I64(4 * LANES))))
-            lanes = b.mul(j, I64(4 * LANES))
-
-            def products(i, sums):
-                row = load(b, VF, b.add(columns, b.mul(i, I64(4 * LANES))))
-                at = b.mul(i, I64(4))
-                pairs = [(rows, c) for rows in ((q, k) if corrects else (q,)) for c in range(n)]
-                return [
-                    llvm.fma(b, element(rows, at, c), row, sums[j])
-                    for j, (rows, c) in enumerate(pairs)
-                ]
-
-            zeros = [const(F32, 0.0)] * (2 * n if corrects else n)
-            sums = llvm.loop(b, I64(0), n_keys, 1, zeros, products)
-            deltas: list[ir.Value] = []
-            for c in range(n):
-                decay, pairs = factor(c), 3 * n + c * n
-                value = load(b, VF, b.add(v, lanes), 4 * ROW * c)
-                if corrects:
-                    seen = b.fmul(decay, sums[n + c])
-                    for s in range(c):
-                        seen = llvm.fma(b, factor(pairs + s), deltas[s], seen)
-                    value = b.fsub(value, seen)
-                deltas.append(b.fmul(factor(n + c), value))
-                result = b.fmul(decay, sums[c])
-                for s in range(c + 1):
-                    result = llvm.fma(b, factor(n * n + pairs + s), deltas[s], result)
-                llvm.store(b, result, b.add(out, lanes), 4 * ROW * c)
-            weights = [b.fmul(factor(2 * n + s), deltas[s]) for s in range(n)]
-            decay = factor(n - 1)
-
-            def update(i, carried):
-                place = b.add(columns, b.mul(i, I64(4 * LANES)))
-                row, at = b.fmul(load(b, VF, place), decay), b.mul(i, I64(4))
-                for s in range(n):
-                    row = llvm.fma(b, element(k, at, s), weights[s], row)
-                llvm.store(b, row, place)
-                return []
-
-            llvm.loop(b, I64(0), n_keys, 1, [], update)
-            return []
-
-        llvm.loop(b, I64(0), n_blocks, 1, [], block)
-        return context.get_dummy_value()
-
-    return codegen
-
-
-def _group_of(n: int, corrects: bool) -> Any:
-    """Returns an intrinsic that runs n rows of one head. corrects: by the delta rule.
-
-    It takes (state, n_blocks, n_keys, q, k, v, out, factors), addresses of f32. state (n_blocks,
-    n_keys, 16) is read and written. Rows of q, k, v and out are ROW floats apart. factors: from
-    ``_group_factors``.
+    corrects: by the delta rule. state (n_blocks, n_keys, 16) is read and written. Rows of q, k, v
+    and out are ROW floats apart. factors: from ``_group_factors``.
     """
 
-    @intrinsic
-    def group(typingctx, state, n_blocks, n_keys, q, k, v, out, factors):
-        return types.void(*[types.int64] * 8), _group_codegen(n, corrects)
+    def factor(place: int) -> ir.Value:
+        return splat(b, load(b, F32, factors, 4 * place))
 
-    return group
+    def element(rows: ir.Value, at: ir.Value, c: int) -> ir.Value:
+        return splat(b, load(b, F32, b.add(rows, at), 4 * ROW * c))
+
+    def block(j, carried):
+        columns = b.add(state, b.mul(j, b.mul(n_keys, I64(4 * LANES))))
+        lanes = b.mul(j, I64(4 * LANES))
+
+        def products(i, sums):
+            row = load(b, VF, b.add(columns, b.mul(i, I64(4 * LANES))))
+            at = b.mul(i, I64(4))
+            pairs = [(rows, c) for rows in ((q, k) if corrects else (q,)) for c in range(n)]
+            return [
+                llvm.fma(b, element(rows, at, c), row, sums[j]) for j, (rows, c) in enumerate(pairs)
+            ]
+
+        zeros = [const(F32, 0.0)] * (2 * n if corrects else n)
+        sums = llvm.loop(b, I64(0), n_keys, 1, zeros, products)
+        deltas: list[ir.Value] = []
+        for c in range(n):
+            decay, pairs = factor(c), 3 * n + c * n
+            value = load(b, VF, b.add(v, lanes), 4 * ROW * c)
+            if corrects:
+                seen = b.fmul(decay, sums[n + c])
+                for s in range(c):
+                    seen = llvm.fma(b, factor(pairs + s), deltas[s], seen)
+                value = b.fsub(value, seen)
+            deltas.append(b.fmul(factor(n + c), value))
+            result = b.fmul(decay, sums[c])
+            for s in range(c + 1):
+                result = llvm.fma(b, factor(n * n + pairs + s), deltas[s], result)
+            llvm.store(b, result, b.add(out, lanes), 4 * ROW * c)
+        weights = [b.fmul(factor(2 * n + s), deltas[s]) for s in range(n)]
+        decay = factor(n - 1)
+
+        def update(i, carried):
+            place = b.add(columns, b.mul(i, I64(4 * LANES)))
+            row, at = b.fmul(load(b, VF, place), decay), b.mul(i, I64(4))
+            for s in range(n):
+                row = llvm.fma(b, element(k, at, s), weights[s], row)
+            llvm.store(b, row, place)
+
+        llvm.loop(b, I64(0), n_keys, 1, [], update)
+
+    llvm.loop(b, I64(0), n_blocks, 1, [], block)
 
 
-_delta_of_group, _delta_of_one = _group_of(GROUP, True), _group_of(1, True)
-_sum_of_group, _sum_of_one = _group_of(GROUP, False), _group_of(1, False)
-
-
-@intrinsic
-def _dot(typingctx, x, y, count):
+@emitter(returns=types.float32)
+def _dot(b, x, y, count):
     """Returns x . y of f32 at addresses; count: a multiple of 16."""
 
-    def codegen(context, b, signature, args):
-        def body(j, sums):
-            at = b.mul(j, I64(4))
-            lanes = load(b, VF, b.add(args[0], at)), load(b, VF, b.add(args[1], at))
-            return [llvm.fma(b, *lanes, sums[0])]
+    def body(j, sums):
+        at = b.mul(j, I64(4))
+        lanes = load(b, VF, b.add(x, at)), load(b, VF, b.add(y, at))
+        return [llvm.fma(b, *lanes, sums[0])]
 
-        return llvm.sum_lanes(b, llvm.loop(b, I64(0), args[2], LANES, [const(F32, 0.0)], body)[0])
-
-    return types.float32(*[types.int64] * 3), codegen
+    return llvm.sum_lanes(b, llvm.loop(b, I64(0), count, LANES, [const(F32, 0.0)], body)[0])
 
 
 @njit(cache=True, nogil=True)
@@ -185,14 +157,7 @@ def run_groups(n, log_decay, beta, q, k, v, out, dots, state, factors, corrects)
         size = GROUP if n - t >= GROUP else 1
         _group_factors(size, log_decay[t:], beta[t:], dots[0, t], dots[1, t], factors)
         places = q[t].ctypes.data, k[t].ctypes.data, v[t].ctypes.data, out[t].ctypes.data
-        if corrects and size == 1:
-            _delta_of_one(at, n_blocks, d_k, *places, factors.ctypes.data)
-        elif corrects:
-            _delta_of_group(at, n_blocks, d_k, *places, factors.ctypes.data)
-        elif size == 1:
-            _sum_of_one(at, n_blocks, d_k, *places, factors.ctypes.data)
-        else:
-            _sum_of_group(at, n_blocks, d_k, *places, factors.ctypes.data)
+        _run_group(size, corrects, at, n_blocks, d_k, *places, factors.ctypes.data)
         t += size
     llvm.keep(factors)
 

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention import byte_scores
 from sparsekv_cli.cpu.attention.flash import larger
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, load
 from sparsekv_cli.cpu.sals.latent import LatentBasis
@@ -132,28 +132,21 @@ def _rounded(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return b.fptosi(llvm.call_named(b, "llvm.rint.v16f32", VF, x), VI)
 
 
-@intrinsic
-def _pack_turned(typingctx, turned, n_words, tile):
+@emitter
+def _pack_turned(b, turned, n_words, tile):
     """Rounds rotated f32 (4 words, 16) within 127 to a tile of bytes (words, 16, 4); addresses."""
 
-    def codegen(context, b, signature, args):
-        turned, n_words, tile = args
+    def word(w, carried):
+        at = b.add(turned, b.mul(w, I64(4 * byte_scores.LINE)))
+        columns = [_rounded(b, load(b, VF, at, byte_scores.LINE * i)) for i in range(4)]
+        lanes = b.xor(_packed(b, columns), const(I32, 0x80808080 - (1 << 32)))
+        llvm.store(b, lanes, b.add(tile, b.mul(w, I64(byte_scores.LINE))))
 
-        def word(w, carried):
-            at = b.add(turned, b.mul(w, I64(4 * byte_scores.LINE)))
-            columns = [_rounded(b, load(b, VF, at, byte_scores.LINE * i)) for i in range(4)]
-            lanes = b.xor(_packed(b, columns), const(I32, 0x80808080 - (1 << 32)))
-            llvm.store(b, lanes, b.add(tile, b.mul(w, I64(byte_scores.LINE))))
-            return []
-
-        llvm.loop(b, I64(0), n_words, 1, [], word)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), codegen
+    llvm.loop(b, I64(0), n_words, 1, [], word)
 
 
-@intrinsic
-def _project(typingctx, n_rows, words, n_words, scales, unit, tile, out):
+@emitter(n_rows=range(1, byte_scores.MAX_QUERIES + 1), unit=types.float32)
+def _project(b, n_rows, words, n_words, scales, unit, tile, out):
     """Multiplies rows of bytes by a tile of bytes: out[m] = unit * scales[m] * (row m . tile).
 
     Row m is a row of D^T, as ``_round_rows`` writes it: n_words words of four bytes, then an
@@ -161,65 +154,49 @@ def _project(typingctx, n_rows, words, n_words, scales, unit, tile, out):
     n_words bytes. out f32 (n_rows, 16). n_rows: at most MAX_QUERIES (attention/byte_scores.py).
     words, scales, tile, out: addresses.
     """
+    row = b.mul(b.add(n_words, I64(1)), I64(4))
+    last = b.add(words, b.mul(n_words, I64(4)))
 
-    def codegen(context, b, signature, args):
-        n_rows, words, n_words, scales, unit, tile, out = args
-        row = b.mul(b.add(n_words, I64(1)), I64(4))
-        last = b.add(words, b.mul(n_words, I64(4)))
-
-        def emit(n):
-            starts = [load(b, I32, b.add(last, b.mul(row, I64(m)))) for m in range(n)]
-            products = byte_scores.emit_products(b, starts, words, row, 4, [tile], n_words)
-            for m, (dot,) in enumerate(products):
-                factor = llvm.splat(b, b.fmul(unit, load(b, F32, scales, 4 * m)))
-                llvm.store(b, b.fmul(b.sitofp(dot, VF), factor), out, byte_scores.LINE * m)
-
-        byte_scores.for_each_number(b, n_rows, emit)
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(i64, i64, i64, i64, types.float32, i64, i64), codegen
+    starts = [load(b, I32, b.add(last, b.mul(row, I64(m)))) for m in range(n_rows)]
+    products = byte_scores.emit_products(b, starts, words, row, 4, [tile], n_words)
+    for m, (dot,) in enumerate(products):
+        factor = llvm.splat(b, b.fmul(unit, load(b, F32, scales, 4 * m)))
+        llvm.store(b, b.fmul(b.sitofp(dot, VF), factor), out, byte_scores.LINE * m)
 
 
-@intrinsic
-def _round_queries(typingctx, projected, count, words, n_words, factors):
+@emitter
+def _round_queries(b, projected, count, words, n_words, factors):
     """Rounds the queries of sixteen blocks, projected f32 (count, 16), to bytes.
 
     words int32 (n_words + 1, 16): set to four bytes each, then minus the sum that ZERO adds to a
     score. factors f32 (16,): set to the scale of each block's bytes. Arrays are addresses.
     """
 
-    def codegen(context, b, signature, args):
-        projected, count, words, n_words, factors = args
+    def column(c):
+        return load(b, VF, b.add(projected, b.mul(c, I64(4 * LANES))))
 
-        def column(c):
-            return load(b, VF, b.add(projected, b.mul(c, I64(4 * LANES))))
+    def greater(c, peak):
+        size = llvm.call_named(b, "llvm.fabs.v16f32", VF, column(c))
+        return [larger(b, size, peak[0])]
 
-        def greater(c, peak):
-            size = llvm.call_named(b, "llvm.fabs.v16f32", VF, column(c))
-            return [larger(b, size, peak[0])]
+    peak = llvm.loop(b, I64(0), count, 1, [const(F32, float(TINY))], greater)[0]
+    inverse = b.fdiv(const(F32, float(LARGEST)), peak)
+    llvm.store(b, b.fdiv(peak, const(F32, float(LARGEST))), factors)
 
-        peak = llvm.loop(b, I64(0), count, 1, [const(F32, float(TINY))], greater)[0]
-        inverse = b.fdiv(const(F32, float(LARGEST)), peak)
-        llvm.store(b, b.fdiv(peak, const(F32, float(LARGEST))), factors)
+    def word(w, carried):
+        (total,), columns = carried, []
+        for i in range(4):
+            c = b.add(b.mul(w, I64(4)), I64(i))
+            is_there = b.icmp_signed("<", c, count)
+            whole = _rounded(b, b.fmul(column(b.select(is_there, c, I64(0))), inverse))
+            columns.append(b.select(is_there, whole, const(I32, 0)))
+            total = b.add(total, columns[-1])
+        llvm.store(b, _packed(b, columns), b.add(words, b.mul(w, I64(4 * LANES))))
+        return [total]
 
-        def word(w, carried):
-            (total,), columns = carried, []
-            for i in range(4):
-                c = b.add(b.mul(w, I64(4)), I64(i))
-                is_there = b.icmp_signed("<", c, count)
-                whole = _rounded(b, b.fmul(column(b.select(is_there, c, I64(0))), inverse))
-                columns.append(b.select(is_there, whole, const(I32, 0)))
-                total = b.add(total, columns[-1])
-            llvm.store(b, _packed(b, columns), b.add(words, b.mul(w, I64(4 * LANES))))
-            return [total]
-
-        total = llvm.loop(b, I64(0), n_words, 1, [const(I32, 0)], word)[0]
-        offset = b.mul(total, const(I32, -byte_scores.ZERO))
-        llvm.store(b, offset, b.add(words, b.mul(n_words, I64(4 * LANES))))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), codegen
+    total = llvm.loop(b, I64(0), n_words, 1, [const(I32, 0)], word)[0]
+    offset = b.mul(total, const(I32, -byte_scores.ZERO))
+    llvm.store(b, offset, b.add(words, b.mul(n_words, I64(4 * LANES))))
 
 
 @njit(cache=True, nogil=True)

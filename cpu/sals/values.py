@@ -9,9 +9,9 @@ is no multiple of 32, its last group is stored whole and used in part.
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F16, F32, I32, I64, LANES, VF, VI, const, load, splat
 from sparsekv_cli.cpu.sals.vectors import rounded_to_half, scatter_halves
@@ -86,13 +86,9 @@ def _store_bytes(source, count, target):
         _store_byte(target + i, source[i])
 
 
-@intrinsic
-def _store_byte(typingctx, address, value):
-    def codegen(context, b, signature, args):
-        llvm.store(b, args[1], args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.uint8), codegen
+@emitter(value=types.uint8)
+def _store_byte(b, address, value):
+    llvm.store(b, value, address)
 
 
 def _codes(b: ir.IRBuilder, bits: int, block: ir.Value, second: int) -> ir.Value:
@@ -108,55 +104,32 @@ def _codes(b: ir.IRBuilder, bits: int, block: ir.Value, second: int) -> ir.Value
     return b.uitofp(b.and_(lanes, const(I32, (1 << bits) - 1)), VF)
 
 
-@intrinsic
-def _read_head(typingctx, bits, source, d_v, out):
-    """``read_head`` for bits known at compile time."""
-    if not isinstance(bits, types.IntegerLiteral):
-        return None
-
-    def codegen(context, b, signature, args):
-        bits_ = signature.args[0].literal_value
-        _, source, d_v, out = args
-        if bits_ == 16:
-
-            def copy(c, carried):
-                at = b.mul(c, I64(2))
-                llvm.store(b, load(b, llvm.vec(F16), b.add(source, at)), b.add(out, at))
-                return []
-
-            llvm.loop(b, I64(0), d_v, LANES, [], copy)
-            return context.get_dummy_value()
-
-        def read_group(n_halves):
-            def read(c, carried):
-                block = b.add(source, b.mul(b.sdiv(c, I64(GROUP)), I64(4 + 4 * bits_)))
-                scale = splat(b, b.fpext(load(b, F16, block), F32))
-                minimum = splat(b, b.fpext(load(b, F16, block, 2), F32))
-                for half in range(n_halves):
-                    value = llvm.fma(b, _codes(b, bits_, block, half), scale, minimum)
-                    at = b.add(out, b.mul(c, I64(2)))
-                    llvm.store(b, b.fptrunc(value, llvm.vec(F16)), at, 2 * LANES * half)
-                return []
-
-            return read
-
-        rest = b.srem(d_v, I64(GROUP))
-        ends_early = b.icmp_signed("<=", rest, I64(LANES))
-        whole = b.sub(d_v, b.select(ends_early, rest, I64(0)))
-        llvm.loop(b, I64(0), whole, GROUP, [], read_group(2))
-        llvm.loop(b, whole, d_v, GROUP, [], read_group(1))
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(bits, i64, i64, i64), codegen
-
-
-@njit(cache=True, nogil=True)
-def read_head(bits, source, d_v, out):
+@emitter(bits=BITS)
+def read_head(b, bits, source, d_v, out):
     """Writes one token's values of one kv head as f16 to ``out``; d_v is rounded up to 16."""
-    if bits == 4:
-        _read_head(4, source, d_v, out)
-    elif bits == 2:
-        _read_head(2, source, d_v, out)
-    else:
-        _read_head(16, source, d_v, out)
+    if bits == 16:
+
+        def copy(c, carried):
+            at = b.mul(c, I64(2))
+            llvm.store(b, load(b, llvm.vec(F16), b.add(source, at)), b.add(out, at))
+
+        llvm.loop(b, I64(0), d_v, LANES, [], copy)
+        return
+
+    def read_group(n_halves):
+        def read(c, carried):
+            block = b.add(source, b.mul(b.sdiv(c, I64(GROUP)), I64(4 + 4 * bits)))
+            scale = splat(b, b.fpext(load(b, F16, block), F32))
+            minimum = splat(b, b.fpext(load(b, F16, block, 2), F32))
+            for half in range(n_halves):
+                value = llvm.fma(b, _codes(b, bits, block, half), scale, minimum)
+                at = b.add(out, b.mul(c, I64(2)))
+                llvm.store(b, b.fptrunc(value, llvm.vec(F16)), at, 2 * LANES * half)
+
+        return read
+
+    rest = b.srem(d_v, I64(GROUP))
+    ends_early = b.icmp_signed("<=", rest, I64(LANES))
+    whole = b.sub(d_v, b.select(ends_early, rest, I64(0)))
+    llvm.loop(b, I64(0), whole, GROUP, [], read_group(2))
+    llvm.loop(b, whole, d_v, GROUP, [], read_group(1))

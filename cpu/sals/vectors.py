@@ -5,15 +5,14 @@ shuffled. Any number of rows is allowed. All strides are in bytes, addresses are
 """
 
 import math
-from functools import partial
 from itertools import product
 
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F16, F32, I32, I64, LANES, VF, VI, const, load, splat
 
@@ -27,58 +26,25 @@ IS_WIDE = llvm.has_feature("avx512f")
 MAX_ROWS = 12 if IS_WIDE else 6
 
 
-@intrinsic
-def _multiply_tile(
-    typingctx, n_vectors, halves, tile, a, a_row, a_column, x, x_row, x_next, count, out, out_row
-):
-    """``multiply``, or with n_vectors = 2 ``multiply_pair``, of at most MAX_ROWS rows.
+@emitter(n_vectors=LITERAL, tile=range(1, MAX_ROWS + 1))
+def _multiply_tile(b, n_vectors, tile, a, a_row, a_column, x, x_row, count, out, out_row):
+    """``multiply``, or with n_vectors = 2 ``multiply_pair``, of ``tile`` rows."""
+    at_once = n_vectors if IS_WIDE else 1
+    rows = [b.add(a, b.mul(I64(m), a_row)) for m in range(tile)]
+    for first in range(0, n_vectors, at_once):
+        places = [4 * LANES * v for v in range(first, first + at_once)]
 
-    halves: x is f16. x_next: bytes from one vector of a row of x to the next.
-    """
-    if not isinstance(n_vectors, types.IntegerLiteral):
-        return None
+        def column(c, sums, places=places):
+            lanes = [load(b, VF, b.add(x, b.mul(c, x_row)), place) for place in places]
+            step = b.mul(c, a_column)
+            factors = [splat(b, load(b, F32, b.add(row, step))) for row in rows]
+            pairs = product(factors, lanes)
+            return [llvm.fma(b, f, x, s) for (f, x), s in zip(pairs, sums, strict=True)]
 
-    def codegen(context, b, signature, args):
-        _, _, tile, a, a_row, a_column, x, x_row, x_next, count, out, out_row = args
-        n_vectors_, is_half = (kind.literal_value for kind in signature.args[:2])
-        tiles_at = [b.add(x, b.mul(I64(v), x_next)) for v in range(n_vectors_)]
-
-        def products(n_rows, first, stop):
-            rows = [b.add(a, b.mul(I64(m), a_row)) for m in range(n_rows)]
-
-            def column(c, sums):
-                at = b.mul(c, x_row)
-                lanes = []
-                for tile_at in tiles_at[first:stop]:
-                    read = llvm.load_half_lanes if is_half else partial(load, type_=VF)
-                    lanes.append(read(b, address=b.add(tile_at, at)))
-                step = b.mul(c, a_column)
-                factors = [splat(b, load(b, F32, b.add(row, step))) for row in rows]
-                pairs = product(factors, lanes)
-                return [llvm.fma(b, f, x, s) for (f, x), s in zip(pairs, sums, strict=True)]
-
-            zeros = [const(F32, 0.0)] * (n_rows * (stop - first))
-            sums = llvm.loop(b, I64(0), count, 1, zeros, column)
-            for i, value in enumerate(sums):
-                m, v = divmod(i, stop - first)
-                llvm.store(b, value, b.add(out, b.mul(I64(m), out_row)), 4 * LANES * (first + v))
-
-        done = b.append_basic_block("done")
-        switch = b.switch(tile, done)
-        for n_rows in range(1, MAX_ROWS + 1):
-            block = b.append_basic_block()
-            switch.add_case(I64(n_rows), block)
-            b.position_at_end(block)
-            if IS_WIDE:
-                products(n_rows, 0, n_vectors_)
-            else:
-                for v in range(n_vectors_):
-                    products(n_rows, v, v + 1)
-            b.branch(done)
-        b.position_at_end(done)
-        return context.get_dummy_value()
-
-    return types.void(n_vectors, halves, *[types.int64] * 10), codegen
+        zeros = [const(F32, 0.0)] * (tile * at_once)
+        sums = llvm.loop(b, I64(0), count, 1, zeros, column)
+        for value, (m, place) in zip(sums, product(range(tile), places), strict=True):
+            llvm.store(b, value, b.add(out, b.mul(I64(m), out_row)), place)
 
 
 @njit(cache=True, nogil=True)
@@ -93,7 +59,7 @@ def multiply(n_rows, a, a_row, a_column, x, x_row, count, out, out_row):
     """out[m, :16] = sum over c < count of a[m, c] x[c, :16] for m < n_rows; f32, addresses."""
     while n_rows > 0:
         tile = _tile_of(n_rows)
-        _multiply_tile(1, False, tile, a, a_row, a_column, x, x_row, 0, count, out, out_row)
+        _multiply_tile(1, tile, a, a_row, a_column, x, x_row, count, out, out_row)
         n_rows -= tile
         a += tile * a_row
         out += tile * out_row
@@ -104,7 +70,7 @@ def multiply_pair(n_rows, a, a_row, a_column, x, x_row, count, out, out_row):
     """``multiply`` for 32 columns: out[m, :32] from x[c, :32]."""
     while n_rows > 0:
         tile = _tile_of(n_rows)
-        _multiply_tile(2, False, tile, a, a_row, a_column, x, x_row, 64, count, out, out_row)
+        _multiply_tile(2, tile, a, a_row, a_column, x, x_row, count, out, out_row)
         n_rows -= tile
         a += tile * a_row
         out += tile * out_row
@@ -115,216 +81,153 @@ def multiply_ref(a, x):
     return a.astype(np.float64) @ x.astype(np.float64)
 
 
-@intrinsic
-def cos_sin(typingctx, turns, factor, count, cosines, sines):
+@emitter(factor=types.float64)
+def cos_sin(b, turns, factor, count, cosines, sines):
     """Writes cos, sin of 2 pi turns[i] factor, i < count rounded up to 16; turns f64, results f32.
 
     Whole circles are removed from turns[i] factor in f64, so large positions lose no precision.
     """
+    factors = splat(b, factor)
+    full_turn, one = const(F32, 2 * math.pi), const(I32, 1)
 
-    def codegen(context, b, signature, args):
-        turns, factor, count, cosines, sines = args
-        factors = splat(b, factor)
-        full_turn, one = const(F32, 2 * math.pi), const(I32, 1)
+    def body(j, carried):
+        t = b.fmul(load(b, VD, b.add(turns, b.mul(j, I64(8)))), factors)
+        t = b.fsub(t, llvm.call_named(b, "llvm.rint.v16f64", VD, t))
+        t = b.fptrunc(t, VF)  # turns, -0.5 to 0.5
+        quarter = llvm.call_named(b, "llvm.rint.v16f32", VF, b.fmul(t, const(F32, 4.0)))
+        x = b.fmul(llvm.fma(b, quarter, const(F32, -0.25), t), full_turn)
+        square = b.fmul(x, x)
+        sine = const(F32, SIN_TERMS[0])
+        for term in SIN_TERMS[1:]:
+            sine = llvm.fma(b, sine, square, const(F32, term))
+        sine = llvm.fma(b, b.fmul(sine, square), x, x)
+        cosine = const(F32, COS_TERMS[0])
+        for term in COS_TERMS[1:]:
+            cosine = llvm.fma(b, cosine, square, const(F32, term))
+        cosine = llvm.fma(b, b.fmul(cosine, square), square, const(F32, 1.0))
+        cosine = llvm.fma(b, square, const(F32, -0.5), cosine)
+        number = b.fptosi(quarter, VI)
+        swapped = b.icmp_signed("==", b.and_(number, one), one)
+        sign = b.shl(b.and_(number, const(I32, 2)), const(I32, 30))
+        other = b.shl(b.and_(b.add(number, one), const(I32, 2)), const(I32, 30))
+        for target, plain, swap, flip in (
+            (sines, sine, cosine, sign),
+            (cosines, cosine, sine, other),
+        ):
+            value = b.bitcast(b.select(swapped, swap, plain), VI)
+            llvm.store(b, b.bitcast(b.xor(value, flip), VF), b.add(target, b.mul(j, I64(4))))
 
-        def body(j, carried):
-            t = b.fmul(load(b, VD, b.add(turns, b.mul(j, I64(8)))), factors)
-            t = b.fsub(t, llvm.call_named(b, "llvm.rint.v16f64", VD, t))
-            t = b.fptrunc(t, VF)  # turns, -0.5 to 0.5
-            quarter = llvm.call_named(b, "llvm.rint.v16f32", VF, b.fmul(t, const(F32, 4.0)))
-            x = b.fmul(llvm.fma(b, quarter, const(F32, -0.25), t), full_turn)
-            square = b.fmul(x, x)
-            sine = const(F32, SIN_TERMS[0])
-            for term in SIN_TERMS[1:]:
-                sine = llvm.fma(b, sine, square, const(F32, term))
-            sine = llvm.fma(b, b.fmul(sine, square), x, x)
-            cosine = const(F32, COS_TERMS[0])
-            for term in COS_TERMS[1:]:
-                cosine = llvm.fma(b, cosine, square, const(F32, term))
-            cosine = llvm.fma(b, b.fmul(cosine, square), square, const(F32, 1.0))
-            cosine = llvm.fma(b, square, const(F32, -0.5), cosine)
-            number = b.fptosi(quarter, VI)
-            swapped = b.icmp_signed("==", b.and_(number, one), one)
-            sign = b.shl(b.and_(number, const(I32, 2)), const(I32, 30))
-            other = b.shl(b.and_(b.add(number, one), const(I32, 2)), const(I32, 30))
-            for target, plain, swap, flip in (
-                (sines, sine, cosine, sign),
-                (cosines, cosine, sine, other),
-            ):
-                value = b.bitcast(b.select(swapped, swap, plain), VI)
-                llvm.store(b, b.bitcast(b.xor(value, flip), VF), b.add(target, b.mul(j, I64(4))))
-            return []
-
-        llvm.loop(b, I64(0), count, LANES, [], body)
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(i64, types.float64, i64, i64, i64), codegen
+    llvm.loop(b, I64(0), count, LANES, [], body)
 
 
-@intrinsic
-def rotate_pair(typingctx, a, b, cosines, sines, out_a, out_b):
+@emitter(a=types.float32, b=types.float32)
+def rotate_pair(builder, a, b, cosines, sines, out_a, out_b):
     """out_a = a cos + b sin, out_b = b cos - a sin in 16 lanes: the pair (a, b) rotated back.
 
     a, b f32 scalars; the rest are addresses of sixteen f32.
     """
-
-    def codegen(context, builder, signature, args):
-        first, second = (splat(builder, value) for value in args[:2])
-        cosines, sines = (load(builder, VF, at) for at in args[2:4])
-        products = builder.fmul(first, cosines), builder.fmul(second, cosines)
-        turned = llvm.fma(builder, second, sines, products[0])
-        llvm.store(builder, turned, args[4])
-        turned = llvm.fma(builder, builder.fneg(first), sines, products[1])
-        llvm.store(builder, turned, args[5])
-        return context.get_dummy_value()
-
-    f32, i64 = types.float32, types.int64
-    return types.void(f32, f32, i64, i64, i64, i64), codegen
+    first, second = splat(builder, a), splat(builder, b)
+    cosines, sines = load(builder, VF, cosines), load(builder, VF, sines)
+    products = builder.fmul(first, cosines), builder.fmul(second, cosines)
+    turned = llvm.fma(builder, second, sines, products[0])
+    llvm.store(builder, turned, out_a)
+    turned = llvm.fma(builder, builder.fneg(first), sines, products[1])
+    llvm.store(builder, turned, out_b)
 
 
-@intrinsic
-def rotate_row(typingctx, x, n_pairs, cosines, sines, scale):
+@emitter(scale=types.float32)
+def rotate_row(b, x, n_pairs, cosines, sines, scale):
     """Rotates pairs (x[i], x[i + n_pairs]) by the angles of ``cosines`` and ``sines``, in place.
 
     The result is multiplied by ``scale``. All are f32; x, cosines and sines are addresses.
     """
+    other = b.add(x, b.mul(n_pairs, I64(4)))
 
-    def codegen(context, b, signature, args):
-        x, n_pairs, cosines, sines, scale = args
-        other = b.add(x, b.mul(n_pairs, I64(4)))
-
-        def turn(type_, factor):
-            def body(i, carried):
-                at = b.mul(i, I64(4))
-                first, second = (load(b, type_, b.add(part, at)) for part in (x, other))
-                cosine, sine = (
-                    b.fmul(load(b, type_, b.add(table, at)), factor) for table in (cosines, sines)
-                )
-                left = llvm.fma(b, b.fneg(second), sine, b.fmul(first, cosine))
-                right = llvm.fma(b, second, cosine, b.fmul(first, sine))
-                llvm.store(b, left, b.add(x, at))
-                llvm.store(b, right, b.add(other, at))
-                return []
-
-            return body
-
-        whole = b.sub(n_pairs, b.srem(n_pairs, I64(LANES)))
-        llvm.loop(b, I64(0), whole, LANES, [], turn(VF, splat(b, scale)))
-        llvm.loop(b, whole, n_pairs, 1, [], turn(F32, scale))
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(i64, i64, i64, i64, types.float32), codegen
-
-
-@intrinsic
-def scale_lanes(typingctx, x, n_rows, factors):
-    """x[i, :16] *= factors[:16] for i < n_rows; f32, addresses."""
-
-    def codegen(context, b, signature, args):
-        x, n_rows, factors = args
-        lanes = load(b, VF, factors)
-
+    def turn(type_, factor):
         def body(i, carried):
-            at = b.add(x, b.mul(i, I64(4 * LANES)))
-            llvm.store(b, b.fmul(load(b, VF, at), lanes), at)
-            return []
+            at = b.mul(i, I64(4))
+            first, second = (load(b, type_, b.add(part, at)) for part in (x, other))
+            cosine, sine = (
+                b.fmul(load(b, type_, b.add(table, at)), factor) for table in (cosines, sines)
+            )
+            left = llvm.fma(b, b.fneg(second), sine, b.fmul(first, cosine))
+            right = llvm.fma(b, second, cosine, b.fmul(first, sine))
+            llvm.store(b, left, b.add(x, at))
+            llvm.store(b, right, b.add(other, at))
 
-        llvm.loop(b, I64(0), n_rows, 1, [], body)
-        return context.get_dummy_value()
+        return body
 
-    return types.void(*[types.int64] * 3), codegen
+    whole = b.sub(n_pairs, b.srem(n_pairs, I64(LANES)))
+    llvm.loop(b, I64(0), whole, LANES, [], turn(VF, splat(b, scale)))
+    llvm.loop(b, whole, n_pairs, 1, [], turn(F32, scale))
 
 
-@intrinsic
-def gather_words(typingctx, source, step, count, target):
+@emitter
+def scale_lanes(b, x, n_rows, factors):
+    """x[i, :16] *= factors[:16] for i < n_rows; f32, addresses."""
+    lanes = load(b, VF, factors)
+
+    def body(i, carried):
+        at = b.add(x, b.mul(i, I64(4 * LANES)))
+        llvm.store(b, b.fmul(load(b, VF, at), lanes), at)
+
+    llvm.loop(b, I64(0), n_rows, 1, [], body)
+
+
+@emitter
+def gather_words(b, source, step, count, target):
     """target[i] = the int32 at source + i step, i < count; addresses."""
 
-    def codegen(context, b, signature, args):
-        source, step, count, target = args
+    def body(i, carried):
+        value = load(b, I32, b.add(source, b.mul(i, step)))
+        llvm.store(b, value, b.add(target, b.mul(i, I64(4))))
 
-        def body(i, carried):
-            value = load(b, I32, b.add(source, b.mul(i, step)))
-            llvm.store(b, value, b.add(target, b.mul(i, I64(4))))
-            return []
-
-        llvm.loop(b, I64(0), count, 1, [], body)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
+    llvm.loop(b, I64(0), count, 1, [], body)
 
 
-@intrinsic
-def join_bytes(typingctx, high, low, scale, count, target):
+@emitter(scale=types.float32)
+def join_bytes(b, high, low, scale, count, target):
     """target[i] = scale (high[i] - 128 + low[i] / 256), i < count rounded up to 16.
 
     high: unsigned bytes, low: signed ones, target f32; addresses.
     """
+    lanes, scale = llvm.vec(llvm.I8), b.fdiv(scale, F32(256.0))
 
-    def codegen(context, b, signature, args):
-        high, low, scale, count, target = args
-        lanes, scale = llvm.vec(llvm.I8), b.fdiv(scale, F32(256.0))
+    def body(i, carried):
+        x = b.shl(b.zext(load(b, lanes, b.add(high, i)), VI), const(I32, 8))
+        x = b.add(x, b.sext(load(b, lanes, b.add(low, i)), VI))
+        x = b.sub(x, const(I32, 128 << 8))
+        x = b.fmul(b.sitofp(x, VF), splat(b, scale))
+        llvm.store(b, x, b.add(target, b.mul(i, I64(4))))
 
-        def body(i, carried):
-            x = b.shl(b.zext(load(b, lanes, b.add(high, i)), VI), const(I32, 8))
-            x = b.add(x, b.sext(load(b, lanes, b.add(low, i)), VI))
-            x = b.sub(x, const(I32, 128 << 8))
-            x = b.fmul(b.sitofp(x, VF), splat(b, scale))
-            llvm.store(b, x, b.add(target, b.mul(i, I64(4))))
-            return []
-
-        llvm.loop(b, I64(0), count, LANES, [], body)
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(i64, i64, types.float32, i64, i64), codegen
+    llvm.loop(b, I64(0), count, LANES, [], body)
 
 
-@intrinsic
-def scatter_words(typingctx, source, count, target, step):
+@emitter
+def scatter_words(b, source, count, target, step):
     """The int32 at target + i step = source[i], i < count; addresses."""
 
-    def codegen(context, b, signature, args):
-        source, count, target, step = args
+    def body(i, carried):
+        value = load(b, I32, b.add(source, b.mul(i, I64(4))))
+        llvm.store(b, value, b.add(target, b.mul(i, step)))
 
-        def body(i, carried):
-            value = load(b, I32, b.add(source, b.mul(i, I64(4))))
-            llvm.store(b, value, b.add(target, b.mul(i, step)))
-            return []
-
-        llvm.loop(b, I64(0), count, 1, [], body)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
+    llvm.loop(b, I64(0), count, 1, [], body)
 
 
-@intrinsic
-def scatter_halves(typingctx, source, count, target, step):
+@emitter
+def scatter_halves(b, source, count, target, step):
     """The f16 at target + i step = f32 source[i] cut to +-65504, i < count; addresses."""
 
-    def codegen(context, b, signature, args):
-        source, count, target, step = args
+    def body(j, carried):
+        value = load(b, F32, b.add(source, b.mul(j, I64(4))))
+        value = llvm.call_named(b, "llvm.maxnum.f32", F32, value, F32(-65504.0))
+        value = llvm.call_named(b, "llvm.minnum.f32", F32, value, F32(65504.0))
+        llvm.store(b, b.fptrunc(value, F16), b.add(target, b.mul(j, step)))
 
-        def body(j, carried):
-            value = load(b, F32, b.add(source, b.mul(j, I64(4))))
-            value = llvm.call_named(b, "llvm.maxnum.f32", F32, value, F32(-65504.0))
-            value = llvm.call_named(b, "llvm.minnum.f32", F32, value, F32(65504.0))
-            llvm.store(b, b.fptrunc(value, F16), b.add(target, b.mul(j, step)))
-            return []
-
-        llvm.loop(b, I64(0), count, 1, [], body)
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(i64, i64, i64, i64), codegen
+    llvm.loop(b, I64(0), count, 1, [], body)
 
 
-@intrinsic
-def rounded_to_half(typingctx, value):
+@emitter(returns=types.float32, value=types.float32)
+def rounded_to_half(b, value):
     """Rounds an f32 to the nearest value of f16."""
-
-    def codegen(context, b, signature, args):
-        return b.fpext(b.fptrunc(args[0], F16), F32)
-
-    return types.float32(types.float32), codegen
+    return b.fpext(b.fptrunc(value, F16), F32)

@@ -16,9 +16,10 @@ from numba import prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
-from sparsekv_cli.cpu.jit.bf16 import narrowed
+from sparsekv_cli.cpu.jit.bf16 import narrowed, widened
+from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F16, F32, I16, I32, I64, LANES, VF, const, load
+from sparsekv_cli.cpu.jit.llvm import F16, F32, I16, I64, LANES, VF, const, load
 from sparsekv_cli.cpu.jit.pointers import address, call_through, function_address
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.weights.block import BlockFormat
@@ -40,7 +41,7 @@ def _scalar_weight(b: ir.IRBuilder, format_: BlockFormat, address: ir.Value) -> 
     if format_.name == "F16":
         return b.fpext(raw, F32)
     if format_.name == "BF16":
-        return b.bitcast(b.shl(b.zext(raw, I32), I32(16)), F32)
+        return widened(b, raw)
     return raw
 
 
@@ -93,62 +94,41 @@ def _narrow(b: ir.IRBuilder, values: ir.Value, target: int) -> ir.Value:
     return narrowed(b, values)
 
 
-@intrinsic
-def _row_dots(typingctx, code, n_planes, count, w, x, x_row, n, out, out_row):
+@emitter(code=LITERAL, n_planes=LITERAL, count=range(1, 5))
+def _row_dots(b, code, n_planes, count, w, x, x_row, n, out, out_row):
     """Writes dot products of a weight row with ``count`` inputs, x_row bytes apart, to ``out``.
 
-    code, n_planes, count: literals. w, x, out: addresses. x: f32 (n_planes 0) or quantised; out:
+    code, n_planes: literals. w, x, out: addresses. x: f32 (n_planes 0) or quantised; out:
     f32.
     """
-    literals = (code, n_planes, count)
-    if not all(isinstance(literal, types.IntegerLiteral) for literal in literals):
-        return None
-
-    def codegen(context, b, signature, args):
-        code_, planes, count_ = (type_.literal_value for type_ in signature.args[:3])
-        w, x, x_row, n, out, out_row = args[3:]
-        emit_row = partial(integer_row, n_planes=planes) if planes else _emit_row
-        xs = [b.add(x, b.mul(I64(j), x_row)) for j in range(count_)]
-        for j, total in enumerate(emit_row(b, FORMAT_OF_CODE[code_], w=w, xs=xs, n=n)):
-            llvm.store(b, total, b.add(out, b.mul(I64(j), out_row)))
-        return context.get_dummy_value()
-
-    return types.void(*literals, *[types.int64] * 6), codegen
+    emit_row = partial(integer_row, n_planes=n_planes) if n_planes else _emit_row
+    xs = [b.add(x, b.mul(I64(j), x_row)) for j in range(count)]
+    for j, total in enumerate(emit_row(b, FORMAT_OF_CODE[code], w=w, xs=xs, n=n)):
+        llvm.store(b, total, b.add(out, b.mul(I64(j), out_row)))
 
 
-@intrinsic
-def _row_dequantize(typingctx, code, target, w, out, n):
+@emitter(code=LITERAL, target=LITERAL)
+def _row_dequantize(b, code, target, w, out, n):
     """Writes one row's ``n`` elements at ``out`` as f32, bf16 or f16 (literal ``target``)."""
-    if not isinstance(code, types.IntegerLiteral) or not isinstance(target, types.IntegerLiteral):
-        return None
+    format_ = FORMAT_OF_CODE[code]
+    size = TARGET_BYTES[target]
+    n_blocks = b.sdiv(n, I64(format_.n_elements))
 
-    def codegen(context, b, signature, args):
-        format_ = FORMAT_OF_CODE[signature.args[0].literal_value]
-        target_ = signature.args[1].literal_value
-        _, _, w, out, n = args
-        size = TARGET_BYTES[target_]
-        n_blocks = b.sdiv(n, I64(format_.n_elements))
+    def body(block: ir.Value, carried: list[ir.Value]) -> None:
+        p = b.add(w, b.mul(block, I64(format_.n_bytes)))
+        at = b.add(out, b.mul(block, I64(size * format_.n_elements)))
+        for i, values in enumerate(format_.floats(b, p)):
+            llvm.store(b, _narrow(b, values, target), at, size * LANES * i)
 
-        def body(block: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
-            p = b.add(w, b.mul(block, I64(format_.n_bytes)))
-            at = b.add(out, b.mul(block, I64(size * format_.n_elements)))
-            for i, values in enumerate(format_.floats(b, p)):
-                llvm.store(b, _narrow(b, values, target_), at, size * LANES * i)
-            return []
+    llvm.loop(b, I64(0), n_blocks, 1, [], body)
+    if format_.name in PLAIN_FLOATS:
 
-        llvm.loop(b, I64(0), n_blocks, 1, [], body)
-        if format_.name in PLAIN_FLOATS:
+        def tail(i: ir.Value, carried: list[ir.Value]) -> None:
+            p = b.add(w, b.mul(i, I64(format_.n_bytes // LANES)))
+            value = _scalar_weight(b, format_, p)
+            llvm.store(b, _narrow(b, value, target), b.add(out, b.mul(i, I64(size))))
 
-            def tail(i: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
-                p = b.add(w, b.mul(i, I64(format_.n_bytes // LANES)))
-                value = _scalar_weight(b, format_, p)
-                llvm.store(b, _narrow(b, value, target_), b.add(out, b.mul(i, I64(size))))
-                return []
-
-            llvm.loop(b, b.mul(n_blocks, I64(LANES)), n, 1, [], tail)
-        return context.get_dummy_value()
-
-    return types.void(code, target, types.int64, types.int64, types.int64), codegen
+        llvm.loop(b, b.mul(n_blocks, I64(LANES)), n, 1, [], tail)
 
 
 @njit(cache=True, nogil=True)
@@ -164,23 +144,10 @@ def rows_dot(
     for start in range(first, last, ROWS_A_PASS):
         stop = min(start + ROWS_A_PASS, last)
         for i in range(0, n_inputs, 4):
-            source, target, count = x + i * x_row, out + i * out_row, n_inputs - i
-            if count == 1:
-                for r in range(start, stop):
-                    at, to = w + r * row_bytes, target + 4 * r
-                    _row_dots(code, n_planes, 1, at, source, x_row, n_columns, to, out_row)
-            elif count == 2:
-                for r in range(start, stop):
-                    at, to = w + r * row_bytes, target + 4 * r
-                    _row_dots(code, n_planes, 2, at, source, x_row, n_columns, to, out_row)
-            elif count == 3:
-                for r in range(start, stop):
-                    at, to = w + r * row_bytes, target + 4 * r
-                    _row_dots(code, n_planes, 3, at, source, x_row, n_columns, to, out_row)
-            else:
-                for r in range(start, stop):
-                    at, to = w + r * row_bytes, target + 4 * r
-                    _row_dots(code, n_planes, 4, at, source, x_row, n_columns, to, out_row)
+            source, target, count = x + i * x_row, out + i * out_row, min(4, n_inputs - i)
+            for r in range(start, stop):
+                at, to = w + r * row_bytes, target + 4 * r
+                _row_dots(code, n_planes, count, at, source, x_row, n_columns, to, out_row)
 
 
 @njit(cache=True, nogil=True)

@@ -15,10 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I8, I16, I32, I64, LANES, VF, VI, const, load, splat, vec
 from sparsekv_cli.cpu.jit.pointers import address
@@ -79,35 +78,25 @@ def round_halves(b: ir.IRBuilder, halves: list[ir.Value], largest: float) -> Rou
     return Rounded(rounded, scale, sums)
 
 
-@intrinsic
-def quantize_activations(typingctx, n_planes, x, out, n):
+@emitter(n_planes=(1, 2))
+def quantize_activations(b, n_planes, x, out, n):
     """Rounds x f32 (n,) to blocks at ``out``; addresses; n a multiple of 32; see quantized_bytes.
 
-    n_planes: bytes of an integer, a literal.
+    n_planes: bytes of an integer.
     """
-    if not isinstance(n_planes, types.IntegerLiteral):
-        return None
+    places = vnni.inputs_at(b, out, n, n_planes)
 
-    def codegen(context, b, signature, args):
-        _, x, out, n = args
-        planes = signature.args[0].literal_value
-        places = vnni.inputs_at(b, out, n, planes)
+    def body(i, carried):
+        block = round_block(b, b.add(x, b.mul(i, I64(4))), LARGEST[n_planes])
+        for h, half in enumerate(block.halves):
+            _store_values(b, b.fptosi(half, VI), places, b.add(i, I64(LANES * h)))
+            at = b.add(places.sums16, b.sdiv(b.mul(i, I64(4)), I64(LANES)))
+            llvm.store(b, block.sums[h], at, 4 * h)
+        at = b.sdiv(b.mul(i, I64(4)), I64(BLOCK))
+        llvm.store(b, block.scale, b.add(places.scales, at))
+        llvm.store(b, b.fadd(*block.sums), b.add(places.sums32, at))
 
-        def body(i, carried):
-            block = round_block(b, b.add(x, b.mul(i, I64(4))), LARGEST[planes])
-            for h, half in enumerate(block.halves):
-                _store_values(b, b.fptosi(half, VI), places, b.add(i, I64(LANES * h)))
-                at = b.add(places.sums16, b.sdiv(b.mul(i, I64(4)), I64(LANES)))
-                llvm.store(b, block.sums[h], at, 4 * h)
-            at = b.sdiv(b.mul(i, I64(4)), I64(BLOCK))
-            llvm.store(b, block.scale, b.add(places.scales, at))
-            llvm.store(b, b.fadd(*block.sums), b.add(places.sums32, at))
-            return []
-
-        llvm.loop(b, I64(0), n, BLOCK, [], body)
-        return context.get_dummy_value()
-
-    return types.void(n_planes, types.int64, types.int64, types.int64), codegen
+    llvm.loop(b, I64(0), n, BLOCK, [], body)
 
 
 def _store_values(b: ir.IRBuilder, q: ir.Value, places: vnni.ByteInputs, i: ir.Value) -> None:
@@ -253,10 +242,7 @@ def emit_row(
 def quantize_rows(x, x_row, n_rows, n, n_planes, out, out_row):
     """Runs ``quantize_activations`` on rows x_row bytes apart, to rows out_row bytes apart."""
     for i in range(n_rows):
-        if n_planes == 1:
-            quantize_activations(1, x + i * x_row, out + i * out_row, n)
-        else:
-            quantize_activations(2, x + i * x_row, out + i * out_row, n)
+        quantize_activations(n_planes, x + i * x_row, out + i * out_row, n)
 
 
 def quantize(x: np.ndarray, n_planes: int) -> np.ndarray:

@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import prange, types
-from numba.extending import intrinsic
+from numba import prange
 
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I8, I16, I32, I64, LANES, VF, const, load, shuffle, vec
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
@@ -38,6 +38,7 @@ from sparsekv_cli.cpu.weights.vnni import BLOCK, BYTES, LINE, ByteInputs
 GROUP = LANES  # rows that are interleaved
 ROWS_AT_ONCE = 4  # rows of bytes whose sums AVX2's registers hold
 MOST_INPUTS = 8 if llvm.has_feature("avx512vnni") else 4  # inputs that share the unpacked weights
+INPUTS = tuple(sorted({1, 2, 3, 4, MOST_INPUTS}))  # numbers of inputs that have their own code
 AHEAD = 7168 if llvm.ON_AMD else 16384  # bytes from the weights in use to those prefetched
 
 
@@ -271,45 +272,35 @@ def _add_block(
     return new
 
 
-@intrinsic
-def _group_dots(typingctx, code, n_planes, count, w, x, x_row, n, out, out_row):
+@emitter(code=LITERAL, n_planes=LITERAL, count=INPUTS)
+def _group_dots(b, code, n_planes, count, w, x, x_row, n, out, out_row):
     """Writes the dot products of 16 rows with each of ``count`` inputs, f32 (16,), to ``out``.
 
-    code, n_planes, count: literals. w, x, out: addresses of the group, of quantised activations
+    code, n_planes: literals. w, x, out: addresses of the group, of quantised activations
     (weights/integer.py) x_row bytes apart, and of results out_row bytes apart. A result's bits do
     not depend on the other inputs.
     """
-    literals = (code, n_planes, count)
-    if not all(isinstance(literal, types.IntegerLiteral) for literal in literals):
-        return None
+    format_ = FORMAT_OF_CODE[code]
+    block_bytes = GROUP * format_.n_bytes
+    xs = [b.add(x, b.mul(I64(j), x_row)) for j in range(count)]
+    rows = [vnni.inputs_at(b, at, n, n_planes) for at in xs]
 
-    def codegen(context, b, signature, args):
-        code_, planes, count_ = (type_.literal_value for type_ in signature.args[:3])
-        w, x, x_row, n, out, out_row = args[3:]
-        format_ = FORMAT_OF_CODE[code_]
-        block_bytes = GROUP * format_.n_bytes
-        xs = [b.add(x, b.mul(I64(j), x_row)) for j in range(count_)]
-        rows = [vnni.inputs_at(b, at, n, planes) for at in xs]
+    def body(i, totals):
+        p = b.add(w, b.mul(i, I64(block_bytes)))
+        at = b.mul(i, I64(format_.n_elements))
+        ahead = [b.add(p, I64(AHEAD + line)) for line in range(0, block_bytes, LINE)]
+        n_steps = n_planes * format_.n_elements // 4 * count
+        is_short = vnni.is_available() or n_planes == 1
+        lines = llvm.Prefetches(ahead, n_steps, fixed=is_short)
+        for block in DECODERS[format_.name](b, p):
+            totals = _add_block(b, block, format_.largest, rows, at, totals, lines)
+            at = b.add(at, I64(4 * len(block.q)))
+        return totals
 
-        def body(i, totals):
-            p = b.add(w, b.mul(i, I64(block_bytes)))
-            at = b.mul(i, I64(format_.n_elements))
-            ahead = [b.add(p, I64(AHEAD + line)) for line in range(0, block_bytes, LINE)]
-            n_steps = planes * format_.n_elements // 4 * count_
-            is_short = vnni.is_available() or planes == 1
-            lines = llvm.Prefetches(ahead, n_steps, fixed=is_short)
-            for block in DECODERS[format_.name](b, p):
-                totals = _add_block(b, block, format_.largest, rows, at, totals, lines)
-                at = b.add(at, I64(4 * len(block.q)))
-            return totals
-
-        zeros = [const(F32, 0.0)] * count_
-        totals = llvm.loop(b, I64(0), b.sdiv(n, I64(format_.n_elements)), 1, zeros, body)
-        for j, total in enumerate(totals):
-            llvm.store(b, total, b.add(out, b.mul(I64(j), out_row)))
-        return context.get_dummy_value()
-
-    return types.void(*literals, *[types.int64] * 6), codegen
+    zeros = [const(F32, 0.0)] * count
+    totals = llvm.loop(b, I64(0), b.sdiv(n, I64(format_.n_elements)), 1, zeros, body)
+    for j, total in enumerate(totals):
+        llvm.store(b, total, b.add(out, b.mul(I64(j), out_row)))
 
 
 @njit(cache=True, nogil=True)
@@ -321,14 +312,6 @@ def groups_dot(
         at, i = w + r * row_bytes, 0
         while i < n_inputs:
             source, to, count = x + i * x_row, out + i * out_row + 4 * r, n_inputs - i
-            i += MOST_INPUTS if count >= MOST_INPUTS else min(count, 4)
-            if count >= MOST_INPUTS:
-                _group_dots(code, n_planes, MOST_INPUTS, at, source, x_row, n_columns, to, out_row)
-            elif count == 1:
-                _group_dots(code, n_planes, 1, at, source, x_row, n_columns, to, out_row)
-            elif count == 2:
-                _group_dots(code, n_planes, 2, at, source, x_row, n_columns, to, out_row)
-            elif count == 3:
-                _group_dots(code, n_planes, 3, at, source, x_row, n_columns, to, out_row)
-            else:
-                _group_dots(code, n_planes, 4, at, source, x_row, n_columns, to, out_row)
+            count = MOST_INPUTS if count >= MOST_INPUTS else min(count, 4)
+            _group_dots(code, n_planes, count, at, source, x_row, n_columns, to, out_row)
+            i += count

@@ -3,14 +3,20 @@
 import numpy as np
 import pytest
 
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.pointers import address
+from sparsekv_cli.cpu.sals import values
 from sparsekv_cli.cpu.sals.values import (
     dequantize_ref,
     head_bytes,
     quantize_head,
     quantize_ref,
-    read_head,
 )
+
+
+@njit(nogil=True)
+def read_head(bits, source, d_v, out):
+    values.read_head(bits, source, d_v, out)
 
 
 def parse_head(data: np.ndarray, d_v: int, bits: int):
