@@ -14,6 +14,7 @@ from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.latent import decode as latent
 from sparsekv_cli.cpu.latent.state import LatentState
 from sparsekv_cli.cpu.layer import decode as fused
+from sparsekv_cli.cpu.layer import products
 from sparsekv_cli.cpu.layer.activation import ACTIVATIONS
 from sparsekv_cli.cpu.layer.layer_input import add_input
 from sparsekv_cli.cpu.weights.integer import quantized_stride
@@ -74,11 +75,11 @@ class DecodeStep:
         self._tables = [
             expert_matrices(each, n_planes)
             if isinstance(each.ffn, ExpertWeights)
-            else fused.matrix_table(each.stages(), n_planes)
+            else products.matrix_table(each.stages(), n_planes)
             for each in weights.layers
         ]
-        self._output = fused.matrix_table([weights.output], n_planes)
-        self._regions = fused.matrix_regions([*self._tables, self._output])
+        self._output = products.matrix_table([weights.output], n_planes)
+        self._regions = products.matrix_regions([*self._tables, self._output])
         self._experts = ExpertSteps(weights, capacity, n_planes)
         inputs = [(each.input, each.scale) for each in weights.layers]
         self._layer_inputs = InputSteps(weights.inputs, inputs, capacity, n_planes, h.norm_eps)
@@ -248,7 +249,7 @@ class DecodeStep:
 
     def new_logits(self, n_rows: int) -> np.ndarray:
         """Returns memory for logits, f32 (n_rows, n_vocab)."""
-        return np.empty((n_rows, self._output[0, fused.ROWS]), np.float32)
+        return np.empty((n_rows, self._output[0, products.ROWS]), np.float32)
 
     def write_logits(self, logits: np.ndarray) -> None:
         """Writes the logits f32 (n_rows, n_vocab)."""

@@ -13,6 +13,7 @@ from sparsekv_cli.cpu.experts.state import MixtureState
 from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.layer import decode as fused
+from sparsekv_cli.cpu.layer import products
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.cpu.weights.integer import quantized_stride
 from sparsekv_cli.models.chunk_steps import ChunkSteps
@@ -97,11 +98,11 @@ def expert_matrices(layer: LayerWeights, n_planes: int) -> np.ndarray:
     shared = layer.ffn.shared
     return np.concatenate(
         [
-            fused.matrix_table(layer.attention(), n_planes),
-            fused.matrix_table([layer.ffn.router], 0),
+            products.matrix_table(layer.attention(), n_planes),
+            products.matrix_table([layer.ffn.router], 0),
             np.zeros((3, 6), np.int64)
             if shared is None
-            else fused.matrix_table(shared.linears(), n_planes),
+            else products.matrix_table(shared.linears(), n_planes),
         ]
     )
 
@@ -127,8 +128,7 @@ class ExpertSteps:
         quantized = on_lines((n_slots, quantized_stride(widest)), np.uint8)
         results = on_lines((n_slots, n_embd), np.float32)
         for i, ffn in mixtures.items():
-            table = fused.matrix_table(ffn.experts.linears(), n_planes)
-            table[:, fused.ROWS] //= ffn.params.n_expert
+            table = products.matrix_table(ffn.experts.linears(), n_planes, ffn.params.n_expert)
             norms, (of_hidden, of_results) = ffn.norms, ffn.biases or (None, None)
             self.states[i] = MixtureState(
                 n_expert=ffn.params.n_expert,

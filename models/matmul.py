@@ -10,15 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv_cli.cpu.experts import decode as few_experts
-from sparsekv_cli.cpu.experts import matmul_bf16 as experts_bf16
-from sparsekv_cli.cpu.experts import matmul_int8 as experts_int8
-from sparsekv_cli.cpu.jit.pointers import address, on_lines
+from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.jit.threads import blas_threads
 from sparsekv_cli.cpu.layer import matmul_bf16, matmul_int8
-from sparsekv_cli.cpu.layer.decode import ROWS, matrix_table, multiply
+from sparsekv_cli.cpu.layer.products import ROWS, matrix_table, multiply_groups
 from sparsekv_cli.cpu.weights import dot
-from sparsekv_cli.cpu.weights.integer import quantized_stride
 from sparsekv_cli.models.forward import Product
 from sparsekv_cli.models.weights import (
     GatedWeights,
@@ -48,6 +44,11 @@ def stacks(layer: LayerWeights) -> Iterator[tuple[str, Sequence[Linear]]]:
         yield from ((name, (w,)) for name, w in zip(names, layer.input.linears(), strict=True))
 
 
+def no_experts(n_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns rows and offsets (``StackProducts.of_experts``) of one expert that takes all rows."""
+    return np.arange(n_rows), np.array([0, n_rows])
+
+
 class FewRowsProducts:
     """Products of a few f32 rows with the quantised weights, by the kernels of decode.
 
@@ -59,35 +60,22 @@ class FewRowsProducts:
 
     def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
         """Returns the product of stacked matrices. The result joins their rows."""
-        return partial(self._multiply, matrix_table(parts, self._n_planes))
+        table = matrix_table(parts, self._n_planes)
+        return lambda x: self._multiply(table, np.array([0, len(x)]), np.ascontiguousarray(x))
 
     def of_experts(
         self, name: str, parts: Sequence[Linear], rows: np.ndarray, offsets: np.ndarray
     ) -> Product:
         """See ``StackProducts``."""
-        table = matrix_table(parts, self._n_planes)
-        table[:, ROWS] //= len(offsets) - 1
-        return partial(self._multiply_experts, table, rows, offsets)
+        table = matrix_table(parts, self._n_planes, len(offsets) - 1)
+        return lambda x: self._multiply(table, offsets, x[rows])
 
     def clear(self) -> None:
         """Does nothing: these products keep no memory."""
 
-    def _multiply(self, table: np.ndarray, rows: Any) -> np.ndarray:
-        rows = np.ascontiguousarray(rows)
-        n_rows, n = rows.shape
-        out = np.empty((n_rows, table[:, ROWS].sum()), np.float32)
-        quantized = on_lines((n_rows, quantized_stride(n) if self._n_planes else 0), np.uint8)
-        multiply(
-            table, address(rows), rows.strides[0], n_rows, address(quantized), address(out),
-            out.strides[0], self._n_threads,
-        )  # fmt: skip
-        return out
-
-    def _multiply_experts(
-        self, table: np.ndarray, rows: np.ndarray, offsets: np.ndarray, x: np.ndarray
-    ) -> np.ndarray:
-        out = np.empty((len(rows), table[:, ROWS].sum()), np.float32)
-        few_experts.multiply_experts(table, offsets, x[rows], out, self._n_threads)
+    def _multiply(self, table: np.ndarray, offsets: np.ndarray, x: np.ndarray) -> np.ndarray:
+        out = np.empty((len(x), table[:, ROWS].sum()), np.float32)
+        multiply_groups(table, offsets, x, out, self._n_threads)
         return out
 
 
@@ -136,34 +124,32 @@ class ManyRowsProducts(ABC):
 class TableProducts(ManyRowsProducts):
     """Products by kernels that read a table of matrices and dequantise panels of weights."""
 
-    kernels: Any  # the module with ``product_table``
-    multiply: Any
-    multiply_experts: Any
+    kernels: Any  # the module with ``product_table`` and ``multiply``
 
-    def _table(self, parts: Sequence[Linear]) -> np.ndarray:
-        return self.kernels.product_table([(part.code, part.data) for part in parts])
+    def _table(self, parts: Sequence[Linear], n_experts: int) -> np.ndarray:
+        return self.kernels.product_table([(part.code, part.data) for part in parts], n_experts)
 
     def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
-        table, n = self._table(parts), sum(part.n_rows for part in parts)
+        table = self._table(parts, 1)
 
-        def multiply(rows: np.ndarray) -> np.ndarray:
-            out = self._room(name, len(rows), n)
-            self.multiply(table, np.ascontiguousarray(rows), out, self.n_threads)
-            return out
+        def multiply(x: np.ndarray) -> np.ndarray:
+            rows, offsets = no_experts(len(x))
+            return self._multiply(name, table, rows, offsets, np.ascontiguousarray(x))
 
         return multiply
 
     def of_experts(
         self, name: str, parts: Sequence[Linear], rows: np.ndarray, offsets: np.ndarray
     ) -> Product:
-        table, n = self._table(parts), sum(part.n_rows // part.n_matrices for part in parts)
+        table = self._table(parts, len(offsets) - 1)
+        return partial(self._multiply, name, table, rows, offsets)
 
-        def multiply(x: np.ndarray) -> np.ndarray:
-            out = self._room(name, len(rows), n)
-            self.multiply_experts(table, offsets, rows, x, out, self.n_threads)
-            return out
-
-        return multiply
+    def _multiply(
+        self, name: str, table: np.ndarray, rows: np.ndarray, offsets: np.ndarray, x: np.ndarray
+    ) -> np.ndarray:
+        out = self._room(name, len(rows), table[:, ROWS].sum())
+        self.kernels.multiply(table, offsets, rows, x, out, self.n_threads)
+        return out
 
 
 class BF16Products(TableProducts):
@@ -171,8 +157,6 @@ class BF16Products(TableProducts):
 
     dtype = np.uint16
     kernels = matmul_bf16
-    multiply = staticmethod(matmul_bf16.multiply_rows)
-    multiply_experts = staticmethod(experts_bf16.multiply_experts)
 
 
 class F32Products(ManyRowsProducts):
@@ -236,8 +220,6 @@ class IntegerProducts(TableProducts):
     """
 
     kernels = matmul_int8
-    multiply = staticmethod(matmul_int8.multiply)
-    multiply_experts = staticmethod(experts_int8.multiply_experts)
 
     def __init__(self, others: ManyRowsProducts) -> None:
         super().__init__(others.n_threads)

@@ -7,7 +7,6 @@ The threads share its cost evenly.
 """
 
 import numpy as np
-from numba import prange
 
 from sparsekv_cli.cpu.experts.routing import (
     NO_BIAS,
@@ -21,112 +20,33 @@ from sparsekv_cli.cpu.experts.state import MixtureState
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import keep
 from sparsekv_cli.cpu.jit.pool import N_REGIONS, expect
-from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.activation import gate_lanes
 from sparsekv_cli.cpu.layer.decode import (
-    COLUMNS,
-    KERNEL,
+    add_rows,
+    finish_attention,
+    floats,
+    project_qkv,
+    rms_norm,
+)
+from sparsekv_cli.cpu.layer.products import (
+    N_COLUMNS,
     PLANES,
     ROW_BYTES,
     ROWS,
     WEIGHTS,
-    add_rows,
-    finish_attention,
-    floats,
     most_planes,
     multiply,
-    project_qkv,
-    rms_norm,
+    run_jobs,
+    set_jobs,
 )
 from sparsekv_cli.cpu.layer.state import LayerState
-from sparsekv_cli.cpu.vector.put import put
 from sparsekv_cli.cpu.vector.views import view
-from sparsekv_cli.cpu.weights.dot import call_rows
 from sparsekv_cli.cpu.weights.integer import quantize_rows, quantized_stride
-from sparsekv_cli.cpu.weights.interleaved import GROUP
 
 # The matrices of such a layer's LayerState, after its inputs: o, the router, whose inputs are
 # f32, and the shared expert's gate, up and down. These are zero if there is no shared expert. The
 # architecture may have no gates.
 ROUTER, SHARED = 1, 2
-
-# Columns of a table of jobs, int64: those of a matrix, then its inputs and outputs.
-SOURCE, SOURCE_ROW, N_INPUTS, OUT, OUT_ROW, N_COLUMNS = range(6, 12)
-DECODING = 3  # cost of decoding a weight, in products with one input
-
-
-@njit(cache=True, nogil=True)
-def _run_part(jobs, first, last):
-    """Runs the rows whose summed cost lies between ``first`` and ``last``, in whole groups."""
-    start = 0
-    for j in range(jobs.shape[0]):
-        n, cost = jobs[j, ROWS], jobs[j, ROW_BYTES] * (DECODING + jobs[j, N_INPUTS])
-        low, high = max(0, first - start) // cost, max(0, last - start) // cost
-        low = low // GROUP * GROUP if low < n else n
-        high = high // GROUP * GROUP if high < n else n
-        if low < high:
-            call_rows(
-                jobs[j, KERNEL], jobs[j, WEIGHTS], jobs[j, ROW_BYTES], jobs[j, COLUMNS],
-                jobs[j, SOURCE], jobs[j, SOURCE_ROW], jobs[j, N_INPUTS], jobs[j, OUT],
-                jobs[j, OUT_ROW], low, high,
-            )  # fmt: skip
-        start += n * cost
-
-
-@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def run_jobs(jobs, n_threads):
-    """out[i] = W x[i], f32, for the matrix W and the inputs x[i] of each job."""
-    total = 0
-    for j in range(jobs.shape[0]):
-        total += jobs[j, ROWS] * jobs[j, ROW_BYTES] * (DECODING + jobs[j, N_INPUTS])
-    for part in prange(n_threads):
-        _run_part(jobs, part * total // n_threads, (part + 1) * total // n_threads)
-
-
-@njit(cache=True, nogil=True)
-def _set_jobs(jobs, table, e, inputs, count, out, out_row):
-    """Sets the jobs of expert e's matrices of a table. Their results lie side by side.
-
-    inputs: address and bytes of a row in f32, then both for quantised rows.
-    """
-    x, x_row, quantized, quantized_row = inputs
-    for m in range(table.shape[0]):
-        put(jobs[m, : PLANES + 1], table[m])
-        jobs[m, WEIGHTS] += e * table[m, ROWS] * table[m, ROW_BYTES]
-        is_quantized = table[m, PLANES] > 0
-        jobs[m, SOURCE] = quantized if is_quantized else x
-        jobs[m, SOURCE_ROW] = quantized_row if is_quantized else x_row
-        jobs[m, N_INPUTS], jobs[m, OUT], jobs[m, OUT_ROW] = count, out, out_row
-        out += 4 * table[m, ROWS]
-
-
-@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def multiply_experts(table, offsets, x, out, n_threads):
-    """out[p] = the products of an expert's matrices with x[p], side by side; all f32.
-
-    table: of the first expert's matrices. Expert e has the pairs p, offsets[e] <= p < offsets[e+1].
-    """
-    n_pairs, n = x.shape
-    n_experts, n_matrices, n_planes = offsets.shape[0] - 1, table.shape[0], most_planes(table)
-    at, row, stride = x.ctypes.data, x.strides[0], quantized_stride(n)
-    quantized = np.empty(n_pairs * stride if n_planes else 0, np.uint8)
-    to = quantized.ctypes.data
-    if n_planes:
-        for part in prange(n_threads):
-            first, last = part * n_pairs // n_threads, (part + 1) * n_pairs // n_threads
-            places = at + first * row, to + first * stride
-            quantize_rows(places[0], row, last - first, n, n_planes, places[1], stride)
-    jobs, n_jobs = np.empty((n_experts * n_matrices, N_COLUMNS), np.int64), 0
-    for e in range(n_experts):
-        first, count = offsets[e], offsets[e + 1] - offsets[e]
-        if count:
-            inputs = at + first * row, row, to + first * stride, stride
-            result = out.ctypes.data + first * out.strides[0]
-            part_jobs = jobs[n_jobs : n_jobs + n_matrices]
-            _set_jobs(part_jobs, table, e, inputs, count, result, out.strides[0])
-            n_jobs += n_matrices
-    run_jobs(jobs[:n_jobs], n_threads)
-    keep(quantized)
 
 
 @njit(cache=True, nogil=True)
@@ -179,7 +99,7 @@ def gate_and_up(layer, mixture, given, offsets, rows, n_rows, jobs):
                 _copy(given[0] + b * x_row, at + p * row, x_row)
                 _copy(given[1] + b * stride, at + p * row + x_row, stride)
             inputs = (at, row, at + x_row, row)
-        _set_jobs(
+        set_jobs(
             jobs[n : n + n_parts], mixture.matrices[:n_parts], e, inputs, count,
             hidden + first * hidden_row, hidden_row,
         )  # fmt: skip
@@ -188,7 +108,7 @@ def gate_and_up(layer, mixture, given, offsets, rows, n_rows, jobs):
         table = layer.matrices[layer.n_inputs + SHARED : layer.matrices.shape[0] - 1]
         inputs = (layer.normed.ctypes.data, x_row, layer.quantized.ctypes.data, stride)
         out = hidden + rows.shape[0] * hidden_row
-        _set_jobs(jobs[n : n + len(table)], table, 0, inputs, n_rows, out, hidden_row)
+        set_jobs(jobs[n : n + len(table)], table, 0, inputs, n_rows, out, hidden_row)
         n += len(table)
     return n
 
@@ -231,7 +151,7 @@ def _down(layer, mixture, offsets, n_slots, n_rows, jobs):
         first, count = offsets[e], offsets[e + 1] - offsets[e]
         if count:
             inputs = hidden + first * row, row, quantized + first * stride, stride
-            _set_jobs(
+            set_jobs(
                 jobs[n : n + 1], mixture.matrices[mixture.n_parts :], e, inputs, count,
                 results + first * result_row, result_row,
             )  # fmt: skip
@@ -239,7 +159,7 @@ def _down(layer, mixture, offsets, n_slots, n_rows, jobs):
     if mixture.n_shared:
         last = layer.matrices.shape[0] - 1
         inputs = hidden + n_slots * row, row, quantized + n_slots * stride, stride
-        _set_jobs(
+        set_jobs(
             jobs[n : n + 1], layer.matrices[last : last + 1], 0, inputs, n_rows,
             results + n_slots * result_row, result_row,
         )  # fmt: skip

@@ -7,18 +7,17 @@ of values. All rows of a step share the loads of both matrices.
 
 import numpy as np
 
-from sparsekv_cli.cpu.experts.decode import N_COLUMNS, run_jobs
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.latent.prefill import turn_pairs
 from sparsekv_cli.cpu.latent.state import LatentState
-from sparsekv_cli.cpu.layer.decode import (
+from sparsekv_cli.cpu.layer.decode import rms_norm
+from sparsekv_cli.cpu.layer.products import (
     COLUMNS,
+    N_COLUMNS,
     PLANES,
-    ROW_BYTES,
-    ROWS,
-    WEIGHTS,
     multiply,
-    rms_norm,
+    run_jobs,
+    set_jobs,
 )
 from sparsekv_cli.cpu.vector.put import put
 from sparsekv_cli.cpu.vector.views import view
@@ -29,21 +28,17 @@ from sparsekv_cli.cpu.weights.integer import quantize_rows
 def _multiply_heads(this, matrix, x, x_row, x_head, out, out_row, out_head, n_rows, n_threads):
     """Multiplies the inputs of each head by the head's matrix, for n_rows rows.
 
-    matrix: the entry of head 0 in ``matrices``. x, out: addresses of the first row of head 0.
+    matrix: a table with that of head 0. x, out: addresses of the first row of head 0.
     x_row, x_head, out_row, out_head: bytes from one row, or from one head, to the next.
     """
-    jobs, n = np.empty((this.n_head, N_COLUMNS), np.int64), matrix[COLUMNS]
-    planes, stride = matrix[PLANES], this.quantized.strides[0]
+    jobs, n = np.empty((this.n_head, N_COLUMNS), np.int64), matrix[0, COLUMNS]
+    planes, stride = matrix[0, PLANES], this.quantized.strides[0]
     for h in range(this.n_head):
-        source, source_row = x + h * x_head, x_row
+        source, to = x + h * x_head, np.int64(this.quantized[h * n_rows :].ctypes.data)
         if planes:
-            to = this.quantized[h * n_rows :].ctypes.data
             quantize_rows(source, x_row, n_rows, n, planes, to, stride)
-            source, source_row = to, stride
-        put(jobs[h, : PLANES + 1], matrix)
-        jobs[h, WEIGHTS] += h * matrix[ROWS] * matrix[ROW_BYTES]
-        jobs[h, PLANES + 1], jobs[h, PLANES + 2], jobs[h, PLANES + 3] = source, source_row, n_rows
-        jobs[h, PLANES + 4], jobs[h, PLANES + 5] = out + h * out_head, out_row
+        inputs = source, x_row, to, stride
+        set_jobs(jobs[h : h + 1], matrix, h, inputs, n_rows, out + h * out_head, out_row)
     run_jobs(jobs, n_threads)
 
 
@@ -81,7 +76,7 @@ def latent_inputs(at, n_rows, n_threads):
                 pairs, this.cos[b, :half], this.sin[b, :half], this.q_nope[b, h], this.q[b, h]
             )
     _multiply_heads(
-        this, this.matrices[0], np.int64(this.queries.ctypes.data), this.queries.strides[0],
+        this, this.matrices[:1], np.int64(this.queries.ctypes.data), this.queries.strides[0],
         4 * (n_nope + n_rot), np.int64(this.q.ctypes.data) + 4 * n_rot, this.q.strides[0],
         this.q.strides[1], n_rows, n_threads,
     )  # fmt: skip
@@ -100,7 +95,7 @@ def latent_values(at, attended, n_rows, n_threads):
     row = attended.strides[0]
     n_value = this.values.shape[1] // this.n_head
     _multiply_heads(
-        this, this.matrices[1], np.int64(attended.ctypes.data) + 4 * this.n_rot,
+        this, this.matrices[1:2], np.int64(attended.ctypes.data) + 4 * this.n_rot,
         this.n_head * row, row, np.int64(this.values.ctypes.data), this.values.strides[0],
         4 * n_value, n_rows, n_threads,
     )  # fmt: skip

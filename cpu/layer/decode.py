@@ -11,54 +11,19 @@ every weight that is loaded.
 """
 
 import numpy as np
-from numba import carray, prange
+from numba import carray
 
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import LANES, sum_squares
-from sparsekv_cli.cpu.jit.pointers import address, float_pointer
-from sparsekv_cli.cpu.jit.pool import N_REGIONS, expect
-from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.pointers import float_pointer
+from sparsekv_cli.cpu.jit.pool import expect
 from sparsekv_cli.cpu.layer.activation import SIGMOID, gate_lanes
+from sparsekv_cli.cpu.layer.products import multiply
 from sparsekv_cli.cpu.layer.state import LayerState
 from sparsekv_cli.cpu.vector.views import view
-from sparsekv_cli.cpu.weights.dot import call_rows, kernel_address
-from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
-from sparsekv_cli.cpu.weights.integer import quantize_rows, quantized_stride
-from sparsekv_cli.cpu.weights.interleaved import GROUP
 
-# Columns of a matrix table (int64, one row a matrix). PLANES: bytes of a quantised activation that
-# the kernel takes; 0: it takes f32.
-KERNEL, WEIGHTS, ROW_BYTES, ROWS, COLUMNS, PLANES = range(6)
 # The matrices of a layer after its n_inputs are o, gate, up and down. A feed-forward may lack the
 # gate, and a layer may lack the feed-forward.
-
-
-def matrix_table(linears, n_planes) -> np.ndarray:
-    """Returns the kernels' matrix table int64 (matrices, 6); the caller keeps the weights alive.
-
-    linears: objects with code, data uint8 (rows, row bytes), n_columns and repacked. Block formats
-    get integer kernels, which take activations of ``n_planes`` bytes. With two bytes they are 1.3
-    (Q5_1) to 1.7 (Q4_K) times as fast as f32 kernels on an AVX-512 thread.
-    """
-    rows = []
-    for w in linears:
-        planes = n_planes if FORMAT_OF_CODE[w.code].decode is not None else 0
-        kernel = kernel_address(w.code, planes, w.repacked)
-        rows.append(
-            (kernel, address(w.data), w.data.strides[0], w.data.shape[0], w.n_columns, planes)
-        )
-    return np.array(rows, np.int64)
-
-
-def matrix_regions(tables) -> np.ndarray:
-    """Returns int64 (matrices + N_REGIONS, 2): address and bytes of each matrix of ``tables``.
-
-    They are in the order of their use. The first N_REGIONS are repeated at the end, because
-    pool.expect reads N_REGIONS entries from any matrix on.
-    """
-    assert sum(len(table) for table in tables) >= N_REGIONS
-    pairs = [(row[WEIGHTS], row[ROW_BYTES] * row[ROWS]) for table in tables for row in table]
-    return np.array(pairs + pairs[:N_REGIONS], np.int64)
 
 
 @njit(cache=True, nogil=True)
@@ -71,55 +36,6 @@ def floats(address, n):
 def float_rows(address, n_rows, n):
     """Returns the f32 array (n_rows, n) at an address."""
     return carray(float_pointer(address), (n_rows, n))
-
-
-@njit(cache=True, nogil=True)
-def _matrices_part(table, x, x_row, quantized, quantized_row, out, out_row, n_rows, part, n_parts):
-    """Runs part ``part`` of n_parts of the rows of all matrices of a table; see ``multiply``.
-
-    A matrix is cut only between groups of repacked rows.
-    """
-    total = table[:, ROWS].sum()
-    first, last = part * total // n_parts, (part + 1) * total // n_parts
-    start = 0
-    for m in range(table.shape[0]):
-        n = table[m, ROWS]
-        low = max(0, first - start) // GROUP * GROUP if first - start < n else n
-        high = max(0, last - start) // GROUP * GROUP if last - start < n else n
-        if low < high:
-            source, source_row = x, x_row
-            if table[m, PLANES]:
-                source, source_row = quantized, quantized_row
-            call_rows(
-                table[m, KERNEL], table[m, WEIGHTS], table[m, ROW_BYTES], table[m, COLUMNS],
-                source, source_row, n_rows, out + 4 * start, out_row, low, high,
-            )  # fmt: skip
-        start += n
-
-
-@njit(cache=True, nogil=True)
-def most_planes(table):
-    """Returns PLANES of the matrices that take quantised activations; all have the same number."""
-    n_planes = 0
-    for m in range(table.shape[0]):
-        n_planes = max(n_planes, table[m, PLANES])
-    return n_planes
-
-
-@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def multiply(table, x, x_row, n_rows, quantized, out, out_row, n_threads):
-    """out[b] = the products of all matrices of a table with x[b], b < n_rows, concatenated.
-
-    table int64 (matrices, 6), all with the same number of columns. x, out: addresses of f32 rows,
-    x_row and out_row bytes apart. quantized: address of scratch, a ``quantized_stride`` a row.
-    """
-    n = table[0, COLUMNS]
-    stride = quantized_stride(n)
-    n_planes = most_planes(table)
-    if n_planes:
-        quantize_rows(x, x_row, n_rows, n, n_planes, quantized, stride)
-    for part in prange(n_threads):
-        _matrices_part(table, x, x_row, quantized, stride, out, out_row, n_rows, part, n_threads)
 
 
 @njit(cache=True, nogil=True)

@@ -11,8 +11,9 @@ from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.activation import gate_lanes, gate_ref
-from sparsekv_cli.cpu.layer.decode import add_rows, multiply, rms_norm
+from sparsekv_cli.cpu.layer.decode import add_rows, rms_norm
 from sparsekv_cli.cpu.layer.prefill import rounded, widen
+from sparsekv_cli.cpu.layer.products import ROWS, multiply
 from sparsekv_cli.cpu.layer.state import InputState, LayerState
 from sparsekv_cli.cpu.vector.views import view
 
@@ -62,7 +63,7 @@ def make_inputs(table, x, projected, norm, eps, quantized, inputs, n_rows, n_thr
     table: of the projection; x f32 (B, n_embd); inputs f32 (B, >= layers n). Scratch: projected, of
     the same shape; quantized uint8.
     """
-    n, n_all = norm.shape[0], table[0, 3]
+    n, n_all = norm.shape[0], table[0, ROWS]
     multiply(
         table, x.ctypes.data, x.strides[0], n_rows, quantized.ctypes.data, projected.ctypes.data,
         projected.strides[0], n_threads,

@@ -1,6 +1,7 @@
 """Matrix products of a prefilled chunk in bf16, by the CPU's own instructions (jit/bf16.py).
 
-COLUMNS rows of the weights are a panel. A task dequantises a block of columns of a panel into its
+COLUMNS rows of the weights are a panel. A task is some panels of an expert, or of the one that
+stands for a layer without experts. It dequantises a block of columns of a panel into its
 own scratch. The scratch has pairs of bf16 of one row, with the pairs of all rows side by side. The
 task multiplies the chunk's rows by the panel. Then it takes its next panel, and after the last one
 the next block of columns.
@@ -15,13 +16,15 @@ import numpy as np
 from numba import prange
 
 from sparsekv_cli.cpu.jit import bf16, llvm
-from sparsekv_cli.cpu.jit.bf16 import PAIRS, ROWS, multiply, narrowed
+from sparsekv_cli.cpu.jit.bf16 import PAIRS, ROWS, narrowed
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import I64, LANES, VF, VI, load, next_task
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.prefill import rounded
+from sparsekv_cli.cpu.layer.products import KERNEL, ROW_BYTES, WEIGHTS
+from sparsekv_cli.cpu.layer.products import ROWS as MATRIX_ROWS
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.cpu.weights.dot import call_dequantize
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
@@ -33,21 +36,21 @@ TASK_TILES = 16  # tiles of rows at a time
 TASK_PANELS = 8  # most panels of a task: their sums for TASK_TILES tiles are half a megabyte
 TASKS_A_THREAD = 4  # fewest, if there are enough panels: threads then end together
 
-# Columns of a table, one row a matrix.
-DECODER, WEIGHTS, ROW_BYTES, MATRIX_ROWS, ELEMENTS, BLOCK_BYTES = range(6)
+# Columns of a table after those of all tables (layer/products.py). KERNEL: ``rows_dequantize``.
+BLOCK_SIZE, BLOCK_BYTES = range(4, 6)
 
 
-def product_table(matrices: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
+def product_table(matrices: Sequence[tuple[int, np.ndarray]], n_experts: int = 1) -> np.ndarray:
     """Returns a table int64 (matrices, 6) of (ggml type, uint8 (rows, row bytes)).
 
-    The caller keeps the weights alive.
+    The caller keeps the weights alive. n_experts: the equal matrices that each consists of.
     """
-    table = np.empty((len(matrices), 6), np.int64)
-    for row, (code, w) in zip(table, matrices, strict=True):
+    rows = []
+    for code, w in matrices:
         format_, decoder = FORMAT_OF_CODE[code], dot.dequantize_address(code, dot.TO_BF16)
-        row[:4] = decoder, address(w), w.strides[0], len(w)
-        row[4:] = format_.n_elements, format_.n_bytes
-    return table
+        shape = address(w), w.strides[0], len(w) // n_experts
+        rows.append((decoder, *shape, format_.n_elements, format_.n_bytes))
+    return np.array(rows, np.int64)
 
 
 @emitter
@@ -96,9 +99,9 @@ def _fill_panel(table, p, low, n_columns, rows, panel):
     for m in range(table.shape[0]):
         first, last = max(0, -start), min(table[m, MATRIX_ROWS], COLUMNS - start)
         if first < last:
-            block = low // table[m, ELEMENTS] * table[m, BLOCK_BYTES]
+            block = low // table[m, BLOCK_SIZE] * table[m, BLOCK_BYTES]
             call_dequantize(
-                table[m, DECODER], table[m, WEIGHTS] + block, table[m, ROW_BYTES], n_columns,
+                table[m, KERNEL], table[m, WEIGHTS] + block, table[m, ROW_BYTES], n_columns,
                 at + start * row_bytes, row_bytes, first, last,
             )  # fmt: skip
         start += table[m, MATRIX_ROWS]
@@ -116,8 +119,8 @@ def _multiply_panel(panel, x, low, begin, end, sums):
     unit_bytes, row_bytes, at = x.strides[1], x.strides[2], panel.ctypes.data
     for tile in range(begin, end):
         rows, to = x[tile, low].ctypes.data, sums[tile - begin].ctypes.data
-        adds = low > 0
-        multiply(VECTORS, rows, row_bytes, unit_bytes, at, panel_row, n_units, to, panel_row, adds)
+        sizes = row_bytes, unit_bytes, at, panel_row, n_units
+        bf16.multiply(VECTORS, rows, *sizes, to, panel_row, low > 0)
 
 
 @njit(cache=True, nogil=True)
@@ -137,7 +140,7 @@ def _store_panel(sums, begin, p, out):
 
 
 @njit(cache=True, nogil=True)
-def multiply_panels(table, x, n_columns, step, rows, panel, sums, first, last, out):
+def _multiply_panels(table, x, n_columns, step, rows, panel, sums, first, last, out):
     """Writes the columns of out (T, all rows) of panels ``first`` to ``last``, for tiles x.
 
     step: columns of a block. sums f32 (panels, tiles, ROWS, COLUMNS).
@@ -156,21 +159,31 @@ def multiply_panels(table, x, n_columns, step, rows, panel, sums, first, last, o
 
 
 @njit(cache=True, nogil=True)
-def _multiply_tasks(counter, table, x, n_columns, step, rows, panel, sums, out):
-    """Runs tasks until none is left. A task is as many panels as ``sums`` holds."""
-    most = sums.shape[0]
-    n_panels = (out.shape[1] + COLUMNS - 1) // COLUMNS
+def _multiply_tasks(
+    counter, table, offsets, starts, tiles, n_columns, step, rows, panel, sums, out
+):  # fmt: skip
+    """Runs tasks until none is left: an expert and as many panels as ``sums`` holds."""
+    n_experts, most = len(offsets) - 1, sums.shape[0]
+    own, n_panels = table.copy(), (out.shape[1] + COLUMNS - 1) // COLUMNS
+    n_tasks = (n_panels + most - 1) // most
     bf16.begin()
-    first = next_task(counter) * most
-    while first < n_panels:
-        last = min(n_panels, first + most)
-        multiply_panels(table, x, n_columns, step, rows, panel, sums, first, last, out)
-        first = next_task(counter) * most
+    task = next_task(counter)
+    while task < n_experts * n_tasks:
+        e, first = task // n_tasks, task % n_tasks * most
+        if offsets[e] < offsets[e + 1]:
+            for m in range(len(own)):
+                size = table[m, MATRIX_ROWS] * table[m, ROW_BYTES]
+                own[m, WEIGHTS] = table[m, WEIGHTS] + e * size
+            _multiply_panels(
+                own, tiles[starts[e] : starts[e + 1]], n_columns, step, rows, panel, sums, first,
+                min(n_panels, first + most), out[offsets[e] : offsets[e + 1]],
+            )  # fmt: skip
+        task = next_task(counter)
     bf16.end()
 
 
 @njit(cache=True, nogil=True)
-def lay_row(x, tiles, i):
+def _lay_row(x, tiles, i):
     """Copies x bf16 (n,) to row i of tiles uint16 (tiles, units, ROWS, 2 PAIRS)."""
     tile, row = i // ROWS, i % ROWS
     for unit in range(x.shape[0] // (2 * PAIRS)):
@@ -181,20 +194,25 @@ def lay_row(x, tiles, i):
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def _multiply(table, x, tiles, step, rows, panels, sums, out, n_threads):
-    n_inputs = len(x)
+def _multiply(
+    table, offsets, starts, taken, x, tiles, step, rows, panels, sums, out, n_threads
+):  # fmt: skip
+    n_pairs = len(taken)
     for part in prange(n_threads):
-        for i in range(part * n_inputs // n_threads, (part + 1) * n_inputs // n_threads):
-            lay_row(x[i], tiles, i)
+        begin, end = part * n_pairs // n_threads, (part + 1) * n_pairs // n_threads
+        for e in range(len(offsets) - 1):
+            for p in range(max(begin, offsets[e]), min(end, offsets[e + 1])):
+                _lay_row(x[taken[p]], tiles, starts[e] * ROWS + p - offsets[e])
     counter = np.zeros(1, np.int64)
     for thread in prange(n_threads):
         _multiply_tasks(
-            counter, table, tiles, x.shape[1], step, rows[thread], panels[thread], sums[thread], out
-        )
+            counter, table, offsets, starts, tiles, x.shape[1], step, rows[thread], panels[thread],
+            sums[thread], out,
+        )  # fmt: skip
 
 
 class PanelScratch(NamedTuple):
-    """The columns of a block (step), and for each thread the scratch of ``multiply_panels``."""
+    """The columns of a block (step), and for each thread the scratch of ``_multiply_panels``."""
 
     step: int
     rows: np.ndarray
@@ -202,9 +220,9 @@ class PanelScratch(NamedTuple):
     sums: np.ndarray
 
 
-def new_scratch(table: np.ndarray, n_columns: int, n_tiles: int, n_threads: int) -> PanelScratch:
+def _new_scratch(table: np.ndarray, n_columns: int, n_tiles: int, n_threads: int) -> PanelScratch:
     """Returns scratch for products of a table with n_columns results and up to n_tiles of rows."""
-    unit = max(2 * PAIRS, int(table[:, ELEMENTS].max()))
+    unit = max(2 * PAIRS, int(table[:, BLOCK_SIZE].max()))
     step = max(unit, BLOCK_COLUMNS // unit * unit)
     n_panels = -(-n_columns // COLUMNS)
     n_sums = min(TASK_PANELS, -(-n_panels // (TASKS_A_THREAD * n_threads)))
@@ -218,11 +236,24 @@ def new_scratch(table: np.ndarray, n_columns: int, n_tiles: int, n_threads: int)
     )
 
 
-def multiply_rows(table: np.ndarray, x: np.ndarray, out: np.ndarray, n_threads: int) -> None:
-    """out bf16 (T, all rows) = the products of the matrices of a table with x bf16 (T, n)."""
-    n_tiles, n_units = -(-len(x) // ROWS), -(-x.shape[1] // (2 * PAIRS))
-    tiles = on_lines((n_tiles, n_units, ROWS, 2 * PAIRS), np.uint16)
-    if x.shape != (n_tiles * ROWS, n_units * 2 * PAIRS):
-        tiles[-1], tiles[:, -1] = 0, 0
-    scratch = new_scratch(table, out.shape[1], n_tiles, n_threads)
-    _multiply(table, x, tiles, *scratch, out, n_threads)
+def multiply(
+    table: np.ndarray,
+    offsets: np.ndarray,
+    rows: np.ndarray,
+    x: np.ndarray,
+    out: np.ndarray,
+    n_threads: int,
+) -> None:
+    """out[p] = the products of an expert's matrices with x[rows[p]], side by side; x, out: bf16.
+
+    table: of the first expert's matrices; the same matrices of the others follow it. Expert e has
+    the pairs p, offsets[e] <= p < offsets[e + 1]. Without experts there is one, and rows[p] = p.
+    """
+    n_tiles, n_units = -(-np.diff(offsets) // ROWS), -(-x.shape[1] // (2 * PAIRS))
+    starts = np.concatenate([[0], np.cumsum(n_tiles)])
+    tiles = on_lines((int(starts[-1]), n_units, ROWS, 2 * PAIRS), np.uint16)
+    tiles[starts[1:][n_tiles > 0] - 1] = 0  # rows of the last tile may be unused
+    if x.shape[1] != n_units * 2 * PAIRS:
+        tiles[:, -1] = 0
+    scratch = _new_scratch(table, out.shape[1], int(n_tiles.max()), n_threads)
+    _multiply(table, offsets, starts, rows, x, tiles, *scratch, out, n_threads)

@@ -32,6 +32,7 @@ from sparsekv_cli.cpu.jit.llvm import (
 from sparsekv_cli.cpu.jit.pointers import address, call_through, function_address
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.prefill import rounded
+from sparsekv_cli.cpu.layer.products import KERNEL, ROW_BYTES, ROWS, WEIGHTS
 from sparsekv_cli.cpu.layer.tiles_int8 import (
     GROUP,
     LARGEST_INPUT,
@@ -48,8 +49,8 @@ from sparsekv_cli.cpu.weights.dot import matvec_ref
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
 
 PANEL_COLUMNS = 768  # most columns of a panel: three blocks of the largest formats, 18 KiB
-TASK_ROWS = 86 * TILE  # most inputs of a task
-TASKS_A_THREAD = 6
+MOST_TILES = 86  # of a task; a task of less than twice as many is not divided
+TASKS_A_THREAD = 6  # fewest, if there are enough inputs
 
 
 def can_multiply(code: int) -> bool:
@@ -144,23 +145,22 @@ def _pack(b, n_columns, values, row, panel):
 
 # --- matrices -------------------------------------------------------------------------------------
 
-# Columns of a table, one row a matrix.
-DECODER, PRODUCT, WEIGHTS, ROW_BYTES, ROWS, SPAN, BLOCK_COLUMNS, BLOCK_BYTES = range(8)
+# Columns of a table after those of all tables (layer/products.py). KERNEL: ``_decode_rows``.
+PRODUCT, SPAN, BLOCK_COLUMNS, BLOCK_BYTES = range(4, 8)
 
 
-def product_table(matrices: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
+def product_table(matrices: Sequence[tuple[int, np.ndarray]], n_experts: int = 1) -> np.ndarray:
     """Returns a table int64 (matrices, 8) of (ggml type, uint8 (rows, row bytes)).
 
-    The caller keeps the weights alive.
+    The caller keeps the weights alive. n_experts: the equal matrices that each consists of.
     """
-    table = np.empty((len(matrices), 8), np.int64)
-    for row, (code, w) in zip(table, matrices, strict=True):
-        format_ = FORMAT_OF_CODE[code]
-        row[:] = (
-            *kernel_addresses(code), address(w), w.strides[0], len(w), _format_traits(code).span,
-            format_.n_elements, format_.n_bytes,
-        )  # fmt: skip
-    return table
+    rows = []
+    for code, w in matrices:
+        format_, (decoder, product) = FORMAT_OF_CODE[code], kernel_addresses(code)
+        shape = address(w), w.strides[0], len(w) // n_experts
+        span = _format_traits(code).span
+        rows.append((decoder, *shape, product, span, format_.n_elements, format_.n_bytes))
+    return np.array(rows, np.int64)
 
 
 @intrinsic
@@ -171,8 +171,8 @@ def _call_decoder(
 
 
 @njit(cache=True, nogil=True)
-def new_scratch(n_tiles):
-    """Returns a thread's scratch of ``multiply_group`` for up to n_tiles of inputs."""
+def _new_scratch(n_tiles):
+    """Returns a thread's scratch of ``_multiply_rows`` for up to n_tiles of inputs."""
     width = PANEL_COLUMNS
     return (
         np.empty((GROUP, width + 4 * WIDTH), np.uint8),
@@ -192,14 +192,13 @@ def _panel_blocks(matrix, n, part):
 
 
 @njit(cache=True, nogil=True)
-def multiply_group(matrix, first, following, tiles, n, scratch):
-    """Returns rows first .. first + GROUP of a matrix times tiles of inputs: f32 (inputs, GROUP).
+def _multiply_rows(matrix, w, n_rows, following, tiles, n, scratch):
+    """Returns n_rows rows of a matrix from address w on times tiles of inputs: f32 (inputs, GROUP).
 
     The products of a panel prefetch the weights of the next panel. The pieces of weights are too
     short for the CPU's prefetcher. following: address of the weights to prefetch last.
     """
     span, size, row_bytes = matrix[SPAN], matrix[BLOCK_COLUMNS], matrix[ROW_BYTES]
-    w, n_rows = matrix[WEIGHTS] + first * row_bytes, min(GROUP, matrix[ROWS] - first)
     values, panel, scales, panel_scales, sums = scratch
     n_tiles = len(tiles)
     sums[: TILE * n_tiles] = 0
@@ -208,7 +207,7 @@ def multiply_group(matrix, first, following, tiles, n, scratch):
         begin, _ = _panel_blocks(matrix, n, part)
         end, _ = _panel_blocks(matrix, n, part + 1)
         _call_decoder(
-            matrix[DECODER], w + begin * matrix[BLOCK_BYTES], row_bytes, n_rows, end - begin,
+            matrix[KERNEL], w + begin * matrix[BLOCK_BYTES], row_bytes, n_rows, end - begin,
             values.ctypes.data, values.strides[0], scales.ctypes.data, scales.strides[0],
         )  # fmt: skip
         n_columns = (end - begin) * size
@@ -234,7 +233,7 @@ def multiply_group(matrix, first, following, tiles, n, scratch):
 
 
 @njit(cache=True, nogil=True)
-def store_sums(sums, n_rows, out, first, last, column):
+def _store_sums(sums, n_rows, out, first, last, column):
     """Writes out[first:last, column : column + n_rows] = sums[: last - first, :n_rows].
 
     sums f32 (last - first or more, GROUP): the products of each input with GROUP rows of weights.
@@ -250,59 +249,104 @@ def store_sums(sums, n_rows, out, first, last, column):
 
 
 @njit(cache=True, nogil=True)
-def place_of(table, n_experts, group):
-    """Returns the matrix of a group of an expert's rows, its first row and its result column."""
-    m, column = 0, 0
-    while group * GROUP >= table[m, ROWS] // n_experts:
-        group -= (table[m, ROWS] // n_experts + GROUP - 1) // GROUP
-        column += table[m, ROWS] // n_experts
+def _find_task(table, spans, n_groups, task):
+    """Returns a task's span, matrix, address of weights, number of rows and result column."""
+    span, group, m, column = spans[task // n_groups], task % n_groups, 0, 0
+    while group * GROUP >= table[m, ROWS]:
+        group -= (table[m, ROWS] + GROUP - 1) // GROUP
+        column += table[m, ROWS]
         m += 1
-    return m, group * GROUP, column + group * GROUP
+    first = group * GROUP
+    w = table[m, WEIGHTS] + (span[0] * table[m, ROWS] + first) * table[m, ROW_BYTES]
+    return span, m, w, min(GROUP, table[m, ROWS] - first), column + first
 
 
 @njit(cache=True, nogil=True)
-def _multiply_tasks(counter, table, tiles, n, n_groups, n_parts, out):
-    """Runs tasks until none is left: a part of the inputs and GROUP rows of a matrix."""
-    n_inputs, n_tiles = out.shape[0], len(tiles)
-    scratch = new_scratch((n_tiles + n_parts - 1) // n_parts)
+def _list_spans(offsets, least):
+    """Returns spans int64 (n, 5) and the number of tiles.
+
+    A span is: expert, first pair, end of the pairs, first tile, end of the tiles. It has pairs
+    of one expert and starts with a new tile. An expert has ``least`` spans, or more if it has many
+    tiles.
+    """
+    n_experts, tile, n = len(offsets) - 1, 0, 0
+    spans = np.empty((n_experts + offsets[n_experts] // TILE, 5), np.int64)
+    for e in range(n_experts):
+        n_tiles = (offsets[e + 1] - offsets[e] + TILE - 1) // TILE
+        n_parts = min(n_tiles, max(n_tiles // MOST_TILES, least))
+        for part in range(n_parts):
+            begin, end = part * n_tiles // n_parts, (part + 1) * n_tiles // n_parts
+            spans[n, 0], spans[n, 1] = e, offsets[e] + begin * TILE
+            spans[n, 2] = min(offsets[e] + end * TILE, offsets[e + 1])
+            spans[n, 3], spans[n, 4] = tile + begin, tile + end
+            n += 1
+        tile += n_tiles
+    return spans[:n], tile
+
+
+@njit(cache=True, nogil=True)
+def _round_pairs(span, begin, end, rows, x, tiles):
+    """Rounds the inputs of a span's pairs p, begin <= p < end, into their tiles."""
+    for p in range(max(span[1], begin), min(span[2], end)):
+        i = p - span[1]
+        place = tiles[span[3] + i // TILE, 4 * (i % TILE) :].ctypes.data
+        round_input(x, x[rows[p]].ctypes.data, place, x.shape[1])
+
+
+@njit(cache=True, nogil=True)
+def _multiply_tasks(counter, table, spans, n_groups, tiles, n, out, n_threads):
+    """Runs tasks until none is left: a span and GROUP rows of a matrix of its expert.
+
+    A task prefetches the first weights of the one that its thread probably takes next.
+    """
+    n_tasks, n_tiles = n_groups * len(spans), 0
+    for s in range(len(spans)):
+        n_tiles = max(n_tiles, spans[s, 4] - spans[s, 3])
+    scratch = _new_scratch(n_tiles)
     task = next_task(counter)
-    while task < n_groups * n_parts:
-        part, group = task // n_groups, task % n_groups
-        begin, end = part * n_tiles // n_parts, (part + 1) * n_tiles // n_parts
-        m, first, column = place_of(table, 1, group)
-        following = table[m, WEIGHTS] + (first + GROUP) * table[m, ROW_BYTES]
-        sums = multiply_group(table[m], first, following, tiles[begin:end], n, scratch)
-        n_rows, last = min(GROUP, table[m, ROWS] - first), min(n_inputs, end * TILE)
-        store_sums(sums, n_rows, out, begin * TILE, last, column)
+    while task < n_tasks:
+        span, m, w, n_rows, column = _find_task(table, spans, n_groups, task)
+        following = _find_task(table, spans, n_groups, min(task + n_threads, n_tasks - 1))[2]
+        of_span = tiles[span[3] : span[4]]
+        sums = _multiply_rows(table[m], w, n_rows, following, of_span, n, scratch)
+        _store_sums(sums, n_rows, out, span[1], span[2], column)
         task = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def multiply(table, x, out, n_threads):
-    """Multiplies each input by all matrices: out[t] = (matrix 0 x[t], matrix 1 x[t], ...).
+def multiply(table, offsets, rows, x, out, n_threads):
+    """out[p] = (matrix 0 x[rows[p]], matrix 1 x[rows[p]], ...) for the pairs p of input and expert.
 
-    table int64 (matrices, columns): a row describes a matrix of n columns. x (T, n) and out (T,
-    rows of all matrices): f32, or bf16 as uint16. Matrices of 4096, 1024 and 1024 rows give rows of
-    6144 results.
+    table int64 (matrices, columns): a row describes a matrix of the first expert; the same matrices
+    of the others follow it. Expert e has the pairs p, offsets[e] <= p < offsets[e + 1]. x (T, n)
+    and out (pairs, rows of all matrices): f32, or bf16 as uint16. Matrices of 4096, 1024 and 1024
+    rows give rows of 6144 results. Without experts there is one, and rows[p] = p.
     """
-    n_inputs, n = x.shape
-    n_tiles = (n_inputs + TILE - 1) // TILE
-    tiles = np.empty((n_tiles, tile_bytes(n)), np.uint8)
-    tiles[n_inputs // TILE :] = 0  # rows of the last tile may be unused
-    for part in prange(n_threads):
-        for i in range(part * n_inputs // n_threads, (part + 1) * n_inputs // n_threads):
-            place = tiles[i // TILE, 4 * (i % TILE) :].ctypes.data
-            round_input(x, x[i].ctypes.data, place, n)
-    n_groups = 0
+    n, n_pairs, n_groups, n_used = x.shape[1], offsets[-1], 0, 0
     for m in range(table.shape[0]):
         n_groups += (table[m, ROWS] + GROUP - 1) // GROUP
-    n_parts = max(n_inputs // TASK_ROWS, TASKS_A_THREAD * n_threads // n_groups, 1)
-    n_parts = min(n_parts, n_tiles)
+    for e in range(len(offsets) - 1):
+        n_used += offsets[e] < offsets[e + 1]
+    least = max(1, TASKS_A_THREAD * n_threads // (n_groups * max(1, n_used)))
+    spans, n_tiles = _list_spans(offsets, least)
+    tiles = np.empty((n_tiles, tile_bytes(n)), np.uint8)
+    for s in range(len(spans)):
+        tiles[spans[s, 4] - 1] = 0  # rows of the last tile may be unused
+    for part in prange(n_threads):
+        begin, end = part * n_pairs // n_threads, (part + 1) * n_pairs // n_threads
+        for s in range(len(spans)):
+            _round_pairs(spans[s], begin, end, rows, x, tiles)
     counter = np.zeros(1, np.int64)
     for _thread in prange(n_threads):
-        _multiply_tasks(counter, table, tiles, n, n_groups, n_parts, out)
+        _multiply_tasks(counter, table, spans, n_groups, tiles, n, out, n_threads)
 
 
-def multiply_ref(matrices: Sequence[tuple[int, np.ndarray]], x: np.ndarray) -> np.ndarray:
-    """Reference: f32 (T, all rows) from gguf's own dequantisation, summed in f64."""
-    return np.concatenate([matvec_ref(code, w, x.shape[1], x.T).T for code, w in matrices], 1)
+def multiply_ref(
+    matrices: Sequence[tuple[int, np.ndarray]], offsets: np.ndarray, rows: np.ndarray, x: np.ndarray
+) -> np.ndarray:
+    """Reference: f32 (pairs, rows of an expert) from gguf's own dequantisation, summed in f64."""
+    parts = []
+    for e, own in enumerate(np.split(x[rows], offsets[1:-1])):
+        weights = [(code, np.split(w, len(offsets) - 1)[e]) for code, w in matrices]
+        parts.append(np.hstack([matvec_ref(code, w, x.shape[1], own.T).T for code, w in weights]))
+    return np.concatenate(parts)

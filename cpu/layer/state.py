@@ -8,7 +8,7 @@ import numpy as np
 from sparsekv_cli.cpu.vector.declared import Size, f32, i64, u8
 from sparsekv_cli.cpu.vector.fields import KernelFields
 
-N_COLUMNS = 6  # of a matrix table, see ``matrix_table`` (layer/decode.py)
+N_COLUMNS = 6  # of a matrix table, see layer/products.py
 
 
 class LayerState(KernelFields):

@@ -11,7 +11,7 @@ from tiny_models import random_rows, tensor_rng
 
 from sparsekv_cli.cpu.experts import decode, routing
 from sparsekv_cli.cpu.experts.state import MixtureState
-from sparsekv_cli.cpu.layer import decode as fused
+from sparsekv_cli.cpu.layer import products
 from sparsekv_cli.cpu.layer.state import LayerState
 from sparsekv_cli.cpu.vector.views import view
 from sparsekv_cli.cpu.weights import dot, integer, interleaved
@@ -80,7 +80,7 @@ class Mixture:
         weights: Any = SimpleNamespace(layers=[layer], token_embd=router)
         self.steps = ExpertSteps(weights, capacity, n_planes)
         self.table = expert_matrices(layer, n_planes)
-        self.regions = fused.matrix_regions([self.table, self.table])
+        self.regions = products.matrix_regions([self.table, self.table])
         self.x, self.normed = np.zeros((2, capacity, N_EMBD), np.float32)
         self.quantized = np.zeros((capacity, integer.quantized_stride(N_EMBD)), np.uint8)
         unused, ones = np.zeros((capacity, 1), np.float32), np.ones(N_EMBD, np.float32)
@@ -172,12 +172,12 @@ def test_weights_of_an_expert_are_read_once_for_all_rows():
     mixture = Mixture(4, "Q8_0")
     at, mixture_at = mixture.layer.at, mixture.steps.states[0].at
     for n_rows in (1, 4):
-        jobs = np.zeros((2 * N_EXPERT, decode.N_COLUMNS), np.int64)
+        jobs = np.zeros((2 * N_EXPERT, products.N_COLUMNS), np.int64)
         chosen = np.array([[2, 0, 5]] * n_rows)
         offsets, taken, _ = routing.group_ref(chosen, N_EXPERT)
         n = set_jobs(at, mixture_at, offsets, taken, n_rows, jobs)
         assert n == 2 * N_USED
-        np.testing.assert_array_equal(jobs[:n, decode.N_INPUTS], n_rows)
+        np.testing.assert_array_equal(jobs[:n, products.N_INPUTS], n_rows)
 
 
 @pytest.mark.parametrize("n_threads", [1, 2, 5, 64])
@@ -185,14 +185,14 @@ def test_jobs_are_shared_out_to_the_last_row(n_threads):
     """Jobs of any length, one of them of several inputs, some of no whole group of rows."""
     parts = [linear(str(n), n, 64, "F32") for n in (5, 16, 33, 1)]
     x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
-    counts, jobs = (1, 3, 2, 1), np.zeros((4, decode.N_COLUMNS), np.int64)
-    table = fused.matrix_table([weights for weights, _ in parts], 2)
+    counts, jobs = (1, 3, 2, 1), np.zeros((4, products.N_COLUMNS), np.int64)
+    table = products.matrix_table([weights for weights, _ in parts], 2)
     outs = [
         np.full((n, len(w[0])), np.nan, np.float32) for n, (_, w) in zip(counts, parts, strict=True)
     ]
     for job, matrix, n, out in zip(jobs, table, counts, outs, strict=True):
-        job[: decode.SOURCE] = matrix
-        job[decode.SOURCE :] = dot.address(x), x.strides[0], n, dot.address(out), out.strides[0]
-    decode.run_jobs(jobs, n_threads)
+        job[: products.SOURCE] = matrix
+        job[products.SOURCE :] = dot.address(x), x.strides[0], n, dot.address(out), out.strides[0]
+    products.run_jobs(jobs, n_threads)
     for n, out, (_, values) in zip(counts, outs, parts, strict=True):
         np.testing.assert_allclose(out, x[:n] @ values[0].T, atol=1e-4)

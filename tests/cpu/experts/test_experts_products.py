@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 from quantized_weights import random_rows
 
-from sparsekv_cli.cpu.experts import matmul_bf16 as experts_bf16
-from sparsekv_cli.cpu.experts import matmul_int8 as experts
 from sparsekv_cli.cpu.experts import routing
 from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.jit.floats import as_f32
@@ -30,10 +28,15 @@ def grouped(n_rows: int, n_used: int, n_expert: int = N_EXPERT) -> tuple[np.ndar
     return offsets, rows
 
 
+def everything(n_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """offsets and rows of one expert that takes all rows."""
+    return np.array([0, n_rows]), np.arange(n_rows)
+
+
 def multiplied(matrices, offsets, rows, x, n_threads=2):
-    table = products.product_table(matrices)
+    table = products.product_table(matrices, len(offsets) - 1)
     out = np.full((len(rows), sum(len(w) for _, w in matrices) // (len(offsets) - 1)), 9, x.dtype)
-    experts.multiply_experts(table, offsets, rows, x, out, n_threads)
+    products.multiply(table, offsets, rows, x, out, n_threads)
     return out
 
 
@@ -57,9 +60,9 @@ def test_each_pair_has_the_bits_of_its_expert_alone(names, n_rows, n_used, size)
                 [(code, w[e * size : (e + 1) * size]) for code, w in matrices]
             )
             alone = np.empty((last - first, len(names) * size), np.float32)
-            products.multiply(table, x[rows[first:last]], alone, 1)
+            products.multiply(table, *everything(last - first), x[rows[first:last]], alone, 1)
             np.testing.assert_array_equal(found[first:last], alone)
-    expected = experts.multiply_experts_ref(matrices, offsets, rows, x)
+    expected = products.multiply_ref(matrices, offsets, rows, x)
     assert np.sum((found - expected) ** 2) < 1e-4 * np.sum(expected.astype(np.float64) ** 2)
 
 
@@ -77,12 +80,12 @@ def test_bits_do_not_depend_on_threads(dtype):
 @needs_bytes
 def test_an_expert_of_more_inputs_than_a_task():
     """Its inputs are several tasks, the last of which is not full."""
-    n_rows = 2 * products.TASK_ROWS + 5
+    n_rows = 2 * products.MOST_TILES * tiles_int8.TILE + 5
     matrices = [(FORMATS["Q4_0"].code, random_rows("Q4_0", 2 * 32, 32))]
     x = np.random.default_rng(0).standard_normal((n_rows, 32)).astype(np.float32)
     offsets, rows = np.array([0, n_rows - 3, n_rows]), np.arange(n_rows)
     found = multiplied(matrices, offsets, rows, x)
-    expected = experts.multiply_experts_ref(matrices, offsets, rows, x)
+    expected = products.multiply_ref(matrices, offsets, rows, x)
     assert np.sum((found - expected) ** 2) < 1e-4 * np.sum(expected.astype(np.float64) ** 2)
 
 
@@ -98,19 +101,20 @@ def test_pairs_in_bf16_have_the_bits_of_their_expert_alone(names, n_rows, n_used
     x = np.random.default_rng(0).standard_normal((n_rows, n)).astype(np.float32)
     x = (x.view(np.uint32) >> 16).astype(np.uint16)
     offsets, rows = grouped(n_rows, n_used)
-    table = products_bf16.product_table(matrices)
+    table = products_bf16.product_table(matrices, N_EXPERT)
     for n_threads in (1, 3):
         found = np.full((len(rows), len(names) * size), 9, np.uint16)
-        experts_bf16.multiply_experts(table, offsets, rows, x, found, n_threads)
+        products_bf16.multiply(table, offsets, rows, x, found, n_threads)
         for e in range(N_EXPERT):
             first, last = offsets[e : e + 2]
             if first == last:
                 continue
             own = [(code, w[e * size : (e + 1) * size]) for code, w in matrices]
             alone = np.empty((last - first, len(names) * size), np.uint16)
-            products_bf16.multiply_rows(
-                products_bf16.product_table(own), x[rows[first:last]], alone, 1
-            )
+            products_bf16.multiply(
+                products_bf16.product_table(own), *everything(last - first), x[rows[first:last]],
+                alone, 1,
+            )  # fmt: skip
             np.testing.assert_array_equal(found[first:last], alone)
 
 
@@ -122,9 +126,9 @@ def test_bf16_of_columns_that_fill_no_unit(n):
     bits = (x.view(np.uint32) >> 16).astype(np.uint16)
     offsets, rows = grouped(40, 2)
     found = np.full((len(rows), 48), 9, np.uint16)
-    table = products_bf16.product_table(matrices)
-    experts_bf16.multiply_experts(table, offsets, rows, bits, found, 2)
-    expected = experts.multiply_experts_ref(matrices, offsets, rows, as_f32(bits))
+    table = products_bf16.product_table(matrices, N_EXPERT)
+    products_bf16.multiply(table, offsets, rows, bits, found, 2)
+    expected = products.multiply_ref(matrices, offsets, rows, as_f32(bits))
     assert np.sum((as_f32(found) - expected) ** 2) < 1e-4 * np.sum(expected.astype(float) ** 2)
 
 
@@ -139,5 +143,5 @@ def test_few_pairs_in_f32(n_rows):
     offsets, rows = grouped(n_rows, 2)
     linears = [Linear(code, w, n, n_matrices=N_EXPERT) for code, w in matrices]
     found = FewRowsProducts(2).of_experts("gate_up", linears, rows, offsets)(x)
-    expected = experts.multiply_experts_ref(matrices, offsets, rows, x)
+    expected = products.multiply_ref(matrices, offsets, rows, x)
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())

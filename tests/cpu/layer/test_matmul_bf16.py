@@ -23,7 +23,7 @@ def products(matrices, x: np.ndarray, n_threads: int = 2) -> np.ndarray:
     """f32 (T, all rows) of (name, uint8 (rows, row bytes)) and x bf16 (T, n)."""
     table = kernels.product_table([(FORMATS[name].code, w) for name, w in matrices])
     out = np.full((len(x), sum(len(w) for _, w in matrices)), 0x7FC0, np.uint16)
-    kernels.multiply_rows(table, x, out, n_threads)
+    kernels.multiply(table, np.array([0, len(x)]), np.arange(len(x)), x, out, n_threads)
     return as_f32(out)
 
 

@@ -38,17 +38,22 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return (np.rint(blocks * inverse) * (peak / np.float32(127))).reshape(x.shape)
 
 
+def everything(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """offsets and rows of one expert that takes all rows."""
+    return np.array([0, len(x)]), np.arange(len(x))
+
+
 def multiply(matrices, x: np.ndarray, n_threads: int = 2) -> np.ndarray:
     table = products.product_table(matrices)
     out = np.full((len(x), sum(len(w) for _, w in matrices)), np.nan, np.float32)
-    products.multiply(table, x, out, n_threads)
+    products.multiply(table, *everything(x), x, out, n_threads)
     return out
 
 
 def assert_close(found: np.ndarray, w, x: np.ndarray) -> None:
     """f32 sums of products with the rounded inputs; and 8 bits' distance from those with x."""
     found = found.astype(np.float64)
-    exact, expected = (products.multiply_ref(w, each) for each in (rounded(x), x))
+    exact, expected = (products.multiply_ref(w, *everything(x), each) for each in (rounded(x), x))
     assert found.shape == expected.shape
     assert np.sum((found - exact) ** 2) < 1e-11 * np.sum(exact.astype(np.float64) ** 2)
     assert np.sum((found - expected) ** 2) < 1e-4 * np.sum(expected.astype(np.float64) ** 2)
@@ -86,7 +91,7 @@ def test_columns_that_no_power_of_two_divides(name, n_columns):
 
 
 @pytest.mark.parametrize("n_threads", [1, 2, 7])
-@pytest.mark.parametrize("n_inputs", [1, 5, 12, products.TASK_ROWS + 1])
+@pytest.mark.parametrize("n_inputs", [1, 5, 12, products.MOST_TILES * tiles.TILE + 1])
 def test_matrices_of_one_input_stand_side_by_side(n_threads, n_inputs):
     shapes = (("Q4_1", 48), ("Q6_K", 7), ("Q5_0", 80))
     w = [(FORMATS[name].code, random_rows(name, n_rows, 256)) for name, n_rows in shapes]
@@ -111,5 +116,5 @@ def test_inputs_and_results_in_bf16(name):
     w, x = [(FORMATS[name].code, random_rows(name, 37, 512))], inputs(7, 512)
     rows = as_type_of(np.empty(0, np.uint16), x)
     out = np.empty((7, 37), np.uint16)
-    products.multiply(products.product_table(w), rows, out, 2)
+    products.multiply(products.product_table(w), *everything(x), rows, out, 2)
     np.testing.assert_array_equal(out, as_type_of(out, multiply(w, as_f32(rows))))

@@ -9,7 +9,7 @@ from quantized_weights import random_rows
 from sweeps import sweep
 
 from sparsekv_cli.cpu.jit import llvm
-from sparsekv_cli.cpu.layer import decode
+from sparsekv_cli.cpu.layer import products as few_rows
 from sparsekv_cli.cpu.weights import dot, integer, interleaved, vnni
 from sparsekv_cli.cpu.weights.formats import FORMATS
 from sparsekv_cli.models.weights import Linear
@@ -48,8 +48,8 @@ def products(linears, x: np.ndarray, n_threads: int, n_planes: int = 2) -> np.nd
     out = np.full((len(x), sum(w.n_rows for w in linears)), np.nan, np.float32)
     quantized = np.empty((len(x), integer.quantized_stride(x.shape[1])), np.uint8)
     places = [dot.address(array) for array in (x, quantized, out)]
-    table = decode.matrix_table(linears, n_planes)
-    decode.multiply(
+    table = few_rows.matrix_table(linears, n_planes)
+    few_rows.multiply(
         table, places[0], x.strides[0], len(x), places[1], places[2], out.strides[0], n_threads
     )
     return out
