@@ -13,6 +13,7 @@ from sparsekv_cli.cache.spec import AttnInput
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.layer import prefill as kernels
 from sparsekv_cli.cpu.layer.activation import ACTIVATIONS
+from sparsekv_cli.cpu.layer.rows import HeadWeights
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.layers.layer_params import LayerParams
@@ -84,10 +85,8 @@ class FusedChunkSteps:
         return np.concatenate(parts)
 
     def norm(self, x: np.ndarray, weight: np.ndarray | None) -> Any:
-        if weight is None:
-            return self.rounded(x)
         out = self.new(*x.shape)
-        kernels.norm_rows(x, weight, self._eps, out, self._n_threads)
+        kernels.norm_rows(x, given(weight), self._eps, out, self._n_threads)
         return out
 
     def last_norm(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -96,9 +95,7 @@ class FusedChunkSteps:
         return out
 
     def rounded(self, x: np.ndarray) -> Any:
-        out = self.new(*x.shape)
-        kernels.round_rows(x, out, self._n_threads)
-        return out
+        return self.norm(x, None)
 
     def heads(self, raw: Any, layer: AttentionWeights, sizes: LayerParams, pos: Any) -> AttnInput:
         n_head, n_rows = sizes.n_head, len(raw)
@@ -106,12 +103,13 @@ class FusedChunkSteps:
         n_kv = sizes.n_head_kv if layer.kv else 0
         q, k, v = (n_head, sizes.head_dim), (n_kv, sizes.head_dim), (n_kv, sizes.value_dim)
         half = sizes.n_rot // 2
-        outs = [self.new(n, n_rows, d) for n, d in (q, k, v, q, k)]
-        rope = self._ropes.of(sizes.kind)
+        outs = tuple(self.new(n, n_rows, d) for n, d in (q, k, v, q, k))
+        rope, norms = self._ropes.of(sizes.kind), (layer.q_norm, layer.k_norm, layer.v_norm)
+        weights = HeadWeights(*map(given, (*layer.biases, *norms)))
+        form = self._interleaved, sizes.output_gate, sizes.head_dim, sizes.value_dim
         kernels.split_heads(
-            raw, *map(given, layer.biases), given(layer.q_norm), given(layer.k_norm),
-            given(layer.v_norm), self._eps, rope.cos[at, :half], rope.sin[at, :half],
-            rope.q_scale[at], self._interleaved, sizes.output_gate, *outs, self._n_threads,
+            raw, weights, self._eps, rope.cos[at, :half], rope.sin[at, :half], rope.q_scale[at],
+            form, outs, self._n_threads,
         )  # fmt: skip
         return AttnInput._make((*outs, pos))
 

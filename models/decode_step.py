@@ -10,6 +10,7 @@ import numpy as np
 from sparsekv_cli.cache.spec import WINDOW
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.experts import decode as experts
+from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.latent import decode as latent
 from sparsekv_cli.cpu.latent.state import LatentState
@@ -69,7 +70,7 @@ class DecodeStep:
         self._quantized = self._rows(quantized_stride(widest), np.uint8)
         self._projected = self._rows(max(n_projected))
         self._packed = self._rows(max(n_attended))
-        self._hidden = self._rows(2 * n_ff + fused.LANES)
+        self._hidden = self._rows(2 * n_ff + LANES)
         self.inputs: list[Sequence[LayerInputs]] = []
         self._own: list[dict[str, np.ndarray]] = []  # for each layer, the arrays of ``inputs``
         self._tables = [
@@ -162,7 +163,7 @@ class DecodeStep:
             packed=self._first(
                 self._packed, self.capacity * (1 if is_one else max(1, sizes.n_head)), value_dim
             ),
-            hidden=self._first(self._hidden, self.capacity, 2 * sizes.n_ff + fused.LANES),
+            hidden=self._first(self._hidden, self.capacity, 2 * sizes.n_ff + LANES),
             quantized=self._quantized,
             **arrays,
             **results,

@@ -11,8 +11,8 @@ import numpy as np
 from sparsekv_cli.cpu.experts import routing
 from sparsekv_cli.cpu.experts.state import MixtureState
 from sparsekv_cli.cpu.jit.floats import as_f32
+from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.pointers import on_lines
-from sparsekv_cli.cpu.layer import decode as fused
 from sparsekv_cli.cpu.layer import products
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.cpu.weights.integer import quantized_stride
@@ -124,7 +124,7 @@ class ExpertSteps:
         widest = max(max(each.n_ff_expert, each.n_ff_shared) for each in params)
         n_slots = capacity * (1 + max(each.n_expert_used for each in params))
         gathered = on_lines((n_slots, 4 * n_embd + quantized_stride(n_embd)), np.uint8)
-        hidden = on_lines((n_slots, 2 * widest + fused.LANES), np.float32)
+        hidden = on_lines((n_slots, 2 * widest + LANES), np.float32)
         quantized = on_lines((n_slots, quantized_stride(widest)), np.uint8)
         results = on_lines((n_slots, n_embd), np.float32)
         for i, ffn in mixtures.items():

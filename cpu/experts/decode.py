@@ -7,6 +7,7 @@ The threads share its cost evenly.
 """
 
 import numpy as np
+from numba import carray
 
 from sparsekv_cli.cpu.experts.routing import (
     NO_BIAS,
@@ -19,14 +20,13 @@ from sparsekv_cli.cpu.experts.routing import (
 from sparsekv_cli.cpu.experts.state import MixtureState
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import keep
+from sparsekv_cli.cpu.jit.pointers import float_pointer
 from sparsekv_cli.cpu.jit.pool import N_REGIONS, expect
 from sparsekv_cli.cpu.layer.activation import gate_lanes
 from sparsekv_cli.cpu.layer.decode import (
     add_rows,
     finish_attention,
-    floats,
     project_qkv,
-    rms_norm,
 )
 from sparsekv_cli.cpu.layer.products import (
     N_COLUMNS,
@@ -39,6 +39,7 @@ from sparsekv_cli.cpu.layer.products import (
     run_jobs,
     set_jobs,
 )
+from sparsekv_cli.cpu.layer.rows import rms_norm
 from sparsekv_cli.cpu.layer.state import LayerState
 from sparsekv_cli.cpu.vector.views import view
 from sparsekv_cli.cpu.weights.integer import quantize_rows, quantized_stride
@@ -52,7 +53,7 @@ ROUTER, SHARED = 1, 2
 @njit(cache=True, nogil=True)
 def _copy(source, target, n):
     """Copies n bytes, a multiple of 4, from one address to another."""
-    to, from_ = floats(target, n // 4), floats(source, n // 4)
+    to, from_ = carray(float_pointer(target), n // 4), carray(float_pointer(source), n // 4)
     for c in range(n // 4):
         to[c] = from_[c]
 
@@ -245,7 +246,8 @@ def add_experts(at, mixture_at, n_rows, n_threads):
         if mixture.n_shared:
             for c in range(n_embd):
                 normed[b, c] += weight * shared_row[c]
-    add_rows(x, normed, layer.ffn_post_norm, eps, np.float32(layer.residual_scale), n_rows)
+    scale = np.float32(layer.residual_scale)
+    add_rows(x, normed, layer.o_bias[:0], layer.ffn_post_norm, eps, scale, n_rows)
 
 
 @njit(cache=True, nogil=True)

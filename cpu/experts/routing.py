@@ -5,7 +5,7 @@ from numba import prange
 
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.layer.prefill import rounded, widen
+from sparsekv_cli.cpu.layer.rows import rounded, widen
 
 CHOSEN = np.float32(-np.inf)
 LEAST_SUM = np.float32(2**-14)  # the smallest normal f16, as in llama.cpp's build_moe_ffn

@@ -10,7 +10,6 @@ import numpy as np
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.latent.prefill import turn_pairs
 from sparsekv_cli.cpu.latent.state import LatentState
-from sparsekv_cli.cpu.layer.decode import rms_norm
 from sparsekv_cli.cpu.layer.products import (
     COLUMNS,
     N_COLUMNS,
@@ -19,6 +18,7 @@ from sparsekv_cli.cpu.layer.products import (
     run_jobs,
     set_jobs,
 )
+from sparsekv_cli.cpu.layer.rows import rms_norm
 from sparsekv_cli.cpu.vector.put import put
 from sparsekv_cli.cpu.vector.views import view
 from sparsekv_cli.cpu.weights.integer import quantize_rows

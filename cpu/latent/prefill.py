@@ -4,9 +4,8 @@ import numpy as np
 from numba import prange
 
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import sum_squares
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.layer.prefill import rounded, widen
+from sparsekv_cli.cpu.layer.rows import normed, rounded, widen
 
 
 @njit(cache=True, nogil=True)
@@ -23,17 +22,6 @@ def turn_pairs(pairs, cos, sin, nope, turned):
         turned[half + i] = rounded(turned, a * sin[i] + b * cos[i])
 
 
-@njit(cache=True, nogil=True)
-def _norm(x, weight, eps, out):
-    """out f32 (n,) = the RMS norm of the first n elements of x, f32 or bf16."""
-    n = out.shape[0]
-    for c in range(n):
-        out[c] = widen(x[c])
-    scale = np.float32(1) / np.sqrt(sum_squares(out) / np.float32(n) + eps)
-    for c in range(n):
-        out[c] = out[c] * scale * weight[c]
-
-
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def norm_vectors(x, weight, eps, out, n_threads):
     """out (T, n) = the RMS norm of the first n elements of x (T, >= n); both f32 or both bf16."""
@@ -41,7 +29,7 @@ def norm_vectors(x, weight, eps, out, n_threads):
     for part in prange(n_threads):
         work = np.empty(n, np.float32)
         for t in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
-            _norm(x[t], weight, eps, work)
+            normed(x[t, :n], weight[:0], weight, eps, np.float32(0), work)
             for c in range(n):
                 out[t, c] = rounded(out, work[c])
 
@@ -56,7 +44,7 @@ def split_rows(raw, norm, eps, cos, sin, k, k_nope, n_threads):
     for part in prange(n_threads):
         work = np.empty(n_rank, np.float32)
         for t in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
-            _norm(raw[t], norm, eps, work)
+            normed(raw[t, :n_rank], norm[:0], norm, eps, np.float32(0), work)
             for c in range(n_rank):
                 value = rounded(k, work[c])
                 k[t, n_rot + c], k_nope[t, n_rot + c] = value, value

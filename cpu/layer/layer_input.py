@@ -11,9 +11,9 @@ from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.activation import gate_lanes, gate_ref
-from sparsekv_cli.cpu.layer.decode import add_rows, rms_norm
-from sparsekv_cli.cpu.layer.prefill import rounded, widen
+from sparsekv_cli.cpu.layer.decode import add_rows
 from sparsekv_cli.cpu.layer.products import ROWS, multiply
+from sparsekv_cli.cpu.layer.rows import rms_norm, rounded, widen
 from sparsekv_cli.cpu.layer.state import InputState, LayerState
 from sparsekv_cli.cpu.vector.views import view
 
@@ -95,7 +95,8 @@ def add_input(at, input_at, n_rows, n_threads):
             own.matrices[1:], own.hidden.ctypes.data, hidden_row, n_rows, quantized,
             layer.normed.ctypes.data, 4 * n_embd, n_threads,
         )  # fmt: skip
-        add_rows(x, layer.normed, own.norm, np.float32(layer.eps), np.float32(1), n_rows)
+        eps, one = np.float32(layer.eps), np.float32(1)
+        add_rows(x, layer.normed, own.norm[:0], own.norm, eps, one, n_rows)
     scale = np.float32(own.scale)
     for b in range(n_rows):
         for c in range(n_embd):

@@ -22,9 +22,9 @@ from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import I64, LANES, VF, VI, load, next_task
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.layer.prefill import rounded
 from sparsekv_cli.cpu.layer.products import KERNEL, ROW_BYTES, WEIGHTS
 from sparsekv_cli.cpu.layer.products import ROWS as MATRIX_ROWS
+from sparsekv_cli.cpu.layer.rows import rounded
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.cpu.weights.dot import call_dequantize
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE

@@ -31,8 +31,8 @@ from sparsekv_cli.cpu.jit.llvm import (
 )
 from sparsekv_cli.cpu.jit.pointers import address, call_through, function_address
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.layer.prefill import rounded
 from sparsekv_cli.cpu.layer.products import KERNEL, ROW_BYTES, ROWS, WEIGHTS
+from sparsekv_cli.cpu.layer.rows import rounded
 from sparsekv_cli.cpu.layer.tiles_int8 import (
     GROUP,
     LARGEST_INPUT,

@@ -10,7 +10,7 @@ from numba import prange
 
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.layer.prefill import rounded, widen
+from sparsekv_cli.cpu.layer.rows import rounded, widen
 
 
 def convolution_ref(

@@ -18,7 +18,7 @@ from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import LANES, sum_squares
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.activation import SILU, gate_lanes
-from sparsekv_cli.cpu.layer.prefill import rounded, widen
+from sparsekv_cli.cpu.layer.rows import rms_scale, rounded, widen
 from sparsekv_cli.cpu.recurrent.convolution import convolution_ref
 from sparsekv_cli.cpu.recurrent.groups import (
     GROUP,
@@ -106,7 +106,7 @@ def _unit(x, n_rows, d, eps, scale):
 def _gated_norm(x, z, norm, eps, gate, out):
     """out (d,) = norm(x) * silu(z); x f32 (ROW,), which is overwritten; gate: scratch (ROW,)."""
     d = norm.shape[0]
-    factor = np.float32(1) / np.sqrt(sum_squares(x[:d]) / np.float32(d) + eps)
+    factor = rms_scale(x[:d], eps)
     for c in range(d):
         x[c] *= factor * norm[c]
         gate[c] = widen(z[c])

@@ -22,7 +22,7 @@ from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I64, LANES, VF, const, load, splat
 from sparsekv_cli.cpu.layer.activation import SILU, gate_lanes
-from sparsekv_cli.cpu.layer.prefill import widen
+from sparsekv_cli.cpu.layer.rows import widen
 from sparsekv_cli.cpu.recurrent import MAX_HEAD
 
 ROW = MAX_HEAD + LANES  # floats from a row of scratch to the next; no power of two, for L1's sets

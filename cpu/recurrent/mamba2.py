@@ -14,10 +14,10 @@ from numba import prange
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import LANES, sum_squares
+from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.activation import SILU, gate_lanes
-from sparsekv_cli.cpu.layer.prefill import rounded, widen
+from sparsekv_cli.cpu.layer.rows import rms_scale, rounded, widen
 from sparsekv_cli.cpu.recurrent.convolution import convolution_ref
 from sparsekv_cli.cpu.recurrent.groups import (
     GROUP,
@@ -120,7 +120,7 @@ def _finish_row(sums, x, z, skip, norm, eps, n_group, gate, out):
     size = n // n_group
     for g in range(n_group if norm.shape[0] else 0):
         part, weight = sums[g * size : (g + 1) * size], norm[g * size : (g + 1) * size]
-        factor = np.float32(1) / np.sqrt(sum_squares(part) / np.float32(size) + eps)
+        factor = rms_scale(part, eps)
         for c in range(size):
             part[c] *= factor * weight[c]
     for c in range(n):

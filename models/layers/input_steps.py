@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.pointers import on_lines
-from sparsekv_cli.cpu.layer import decode as fused
 from sparsekv_cli.cpu.layer import layer_input as kernels
 from sparsekv_cli.cpu.layer import products
 from sparsekv_cli.cpu.layer.state import InputState
@@ -60,7 +60,7 @@ class InputSteps:
         self._eps = np.float32(eps * embedding.projection.n_columns)  # as in PromptInputs
         self._table = products.matrix_table([embedding.projection], n_planes)
         self._projected, self._inputs, hidden = (
-            on_lines((capacity, width + fused.LANES), np.float32, zeros=True)
+            on_lines((capacity, width + LANES), np.float32, zeros=True)
             for width in (n_all, n_all, n)
         )
         for i, (layer, _) in enumerate(layers):

@@ -5,7 +5,7 @@ import pytest
 from gguf import GGMLQuantizationType
 from tiny_models import random_rows, tensor_rng
 
-from sparsekv_cli.cpu.layer import decode, products
+from sparsekv_cli.cpu.layer import decode, products, rows
 from sparsekv_cli.cpu.weights import dot, integer
 from sparsekv_cli.models.weights import Linear
 
@@ -45,7 +45,7 @@ def rotate_ref(heads, cos, sin):
 def test_rms_norm(n, size):
     x, weight = size * vector(0, n), vector(1, n, 1)
     out = np.empty(n, np.float32)
-    decode.rms_norm(x.astype(np.float32), weight, EPS, out)
+    rows.rms_norm(x.astype(np.float32), weight, EPS, out)
     np.testing.assert_allclose(out, norm_ref(x, weight), rtol=2e-5)
 
 

@@ -10,6 +10,7 @@ from tiny_models import make_model
 
 from sparsekv_cli.cpu.layer import prefill as kernels
 from sparsekv_cli.cpu.layer.activation import ACTIVATIONS, gate_ref
+from sparsekv_cli.cpu.layer.rows import HeadWeights
 from sparsekv_cli.device.host import as_array, as_tensor
 from sparsekv_cli.device.prefill import TorchChunkSteps
 from sparsekv_cli.methods.full import Full
@@ -42,10 +43,9 @@ def test_narrowing_and_widening_are_torchs():
     heads = [torch.empty(1, 1, d, dtype=torch.bfloat16) for d in (2, 2, len(values), 2, 2)]
     raw = torch.zeros(1, 4 + len(values), dtype=torch.bfloat16)
     angle = np.zeros((1, 1), np.float32)
-    kernels.split_heads(
-        as_array(raw), none, none, values.numpy(), none, none, none, np.float32(0), angle, angle,
-        angle[0], False, False, *map(as_array, heads), 1,
-    )  # fmt: skip
+    weights = HeadWeights(none, none, values.numpy(), none, none, none)
+    form, outs = (False, False, 2, len(values)), tuple(map(as_array, heads))
+    kernels.split_heads(as_array(raw), weights, one, angle, angle, angle[0], form, outs, 1)
     assert torch.equal(heads[2][0, 0], expected)
 
 
@@ -171,11 +171,11 @@ def test_norms_over_all_heads(n_head, n_kv, d, half, has_bias):
     angles = f32(5, n_rows, half).numpy()
 
     def heads(rows, biases, norms):
-        outs = [np.empty((n, n_rows, d), np.float32) for n in (n_head, n_kv, n_kv, n_head, n_kv)]
-        kernels.split_heads(
-            rows, *biases, none, *norms, none, eps, np.cos(angles), np.sin(angles), one, False,
-            False, *outs, 2,
-        )  # fmt: skip
+        counts = n_head, n_kv, n_kv, n_head, n_kv
+        outs = tuple(np.empty((n, n_rows, d), np.float32) for n in counts)
+        weights, form = HeadWeights(*biases, none, *norms, none), (False, False, d, d)
+        turns = np.cos(angles), np.sin(angles)
+        kernels.split_heads(rows, weights, eps, *turns, one, form, outs, 2)
         return outs
 
     normed, first = raw.copy(), 0
