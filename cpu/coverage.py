@@ -11,7 +11,7 @@ from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exponentiate
 from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import keep, next_task
+from sparsekv_cli.cpu.jit.llvm import keep, tasks_of
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 
@@ -62,11 +62,9 @@ def rate_rows(
     n_head = q.shape[0]
     counter = np.zeros(1, np.int64)
     for _thread in prange(n_threads):
-        head = next_task(counter)
-        while head < n_head:
+        for head in tasks_of(counter, n_head):
             unit, kv_head = head * len(counts) // n_head, head * n_kv_head // n_head
             n_chosen[head], n_best[head], mass[head], best_mass[head] = _rate_head(
                 q[head : head + 1], k + kv_head * k_head, n, tail + kv_head * tail_head, n_tail,
                 k_row, scale, softcap, idx[unit, : counts[unit]], n_sinks,
             )  # fmt: skip
-            head = next_task(counter)

@@ -30,7 +30,7 @@ from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exp_in_place, 
 from sparsekv_cli.cpu.attention.store import store_row
 from sparsekv_cli.cpu.attention.tile import MAX_TILE, PAD, tile_scores, tile_values
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import LANES, next_task
+from sparsekv_cli.cpu.jit.llvm import LANES, tasks_of
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.vector.put import put
 
@@ -192,8 +192,7 @@ def _attend_pieces(
     """
     group, n_task = q.shape[1] // n_kv_head, len(tasks)
     scores = np.empty((TILE, BLOCK + PAD), np.float32)
-    task = next_task(counter)
-    while task < n_kv_head * n_task:
+    for task in tasks_of(counter, n_kv_head * n_task):
         kv_head, (b, last, split, n_split) = task // n_task, tasks[task % n_task]
         h, end = kv_head * group, (kv_head + 1) * group
         piece = Softmax(
@@ -206,7 +205,6 @@ def _attend_pieces(
             sinks[h:end] if split == 0 else sinks[:0], n_split == 1, piece, out[b:last, h:end],
             scores,
         )  # fmt: skip
-        task = next_task(counter)
 
 
 @njit(cache=True, nogil=True)
@@ -312,12 +310,10 @@ def attend_rows(q, layout, idx, counts, n_kv_head, scale, softcap, sinks, out, n
     counter = np.zeros(1, np.int64)
     for _thread in prange(n_threads):
         scores = np.empty((TILE, BLOCK + PAD), np.float32)
-        unit = next_task(counter)
-        while unit < n_list:
+        for unit in tasks_of(counter, n_list):
             h, end = unit * heads_a_list, (unit + 1) * heads_a_list
             rows = listed_rows(layout, h // group, idx[unit].ctypes.data, counts[unit])
             attend_list(q[h:end], rows, scale, softcap, sinks[h:end], out[h:end], scores)
-            unit = next_task(counter)
 
 
 @njit(cache=True, nogil=True)
@@ -349,8 +345,7 @@ def score_rows(q, layout, n, n_kv_head, scale, out, n_threads):
     counter = np.zeros(1, np.int64)
     for _thread in prange(n_threads):
         part = np.empty((TILE, BLOCK + PAD), np.float32)
-        task = next_task(counter)
-        while task < n_kv_head * n_split:
+        for task in tasks_of(counter, n_kv_head * n_split):
             kv_head, split = task // n_split, task % n_split
             first, last = split * n // n_split, (split + 1) * n // n_split
             for h in range(kv_head * group, (kv_head + 1) * group, TILE):
@@ -365,7 +360,6 @@ def score_rows(q, layout, n, n_kv_head, scale, out, n_threads):
                     )  # fmt: skip
                     for t in range(end - h):
                         put(out[h + t, start : start + size], part[t])
-            task = next_task(counter)
 
 
 def attend_rows_ref(q, k, v, rows, scale, softcap=0.0, sinks=None):

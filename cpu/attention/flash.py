@@ -50,11 +50,11 @@ def soften_rows(
         is_number = b.fcmp_ordered("<", size, const(F32, -float(LOWEST), width))
         return b.select(is_number, y, x)
 
-    def row(j: ir.Value, carried: list[ir.Value]) -> None:
+    @llvm.every(b, count)
+    def row(j: ir.Value) -> None:
         at = b.add(scores, b.mul(j, I64(4 * (stride or width))))
         llvm.store(b, softened(load(b, lanes, at)), at)
 
-    llvm.loop(b, I64(0), count, 1, [], row)
     best = softened(load(b, lanes, top))
     llvm.store(b, larger(b, best, load(b, lanes, peak)), top)
 

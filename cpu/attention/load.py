@@ -82,8 +82,7 @@ class RowReader:
 def widen_halves(b, source, count, target):
     """target[i] = f32 of the f16 source[i], i < count rounded up to 16; addresses."""
 
-    def body(j, carried):
+    @llvm.every(b, count, LANES)
+    def body(j):
         lanes = llvm.load_half_lanes(b, b.add(source, b.mul(j, I64(2))))
         llvm.store(b, lanes, b.add(target, b.mul(j, I64(4))))
-
-    llvm.loop(b, I64(0), count, LANES, [], body)

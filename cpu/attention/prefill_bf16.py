@@ -39,7 +39,7 @@ from sparsekv_cli.cpu.jit.llvm import (
     const,
     keep,
     load,
-    next_task,
+    tasks_of,
 )
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
@@ -69,11 +69,10 @@ def _narrow(b, kind, row, width, out):
     kind: the literal F16_ROWS or F32_ROWS. width: a multiple of 16. out: an address.
     """
 
-    def body(c, carried):
+    @llvm.every(b, width, LANES)
+    def body(c):
         lanes = wide_lanes(b, kind, row, c)
         llvm.store(b, narrowed(b, lanes), b.add(out, b.mul(c, I64(2))))
-
-    llvm.loop(b, I64(0), width, LANES, [], body)
 
 
 @emitter(kind=LITERAL)
@@ -91,7 +90,8 @@ def _narrow_transposed(b, kind, rows, row_bytes, last, width, out, out_row):
         is_after = b.icmp_signed(">", I64(j), last)
         places.append(b.add(rows, b.mul(row_bytes, b.select(is_after, last, I64(j)))))
 
-    def body(c, carried):
+    @llvm.every(b, width, LANES)
+    def body(c):
         words = [b.zext(narrowed(b, wide_lanes(b, kind, at, c)), VI) for at in places]
         pairs = [
             b.or_(low, b.shl(high, const(I32, 16)))
@@ -99,8 +99,6 @@ def _narrow_transposed(b, kind, rows, row_bytes, last, width, out, out_row):
         ]
         for i, column in enumerate(llvm.transposed(b, pairs)):
             llvm.store(b, column, b.add(out, b.mul(b.add(c, I64(i)), out_row)))
-
-    llvm.loop(b, I64(0), width, LANES, [], body)
 
 
 @njit(cache=True, nogil=True)
@@ -218,8 +216,7 @@ def _attend_tasks(
     n_parts = (n_tiles + most_tiles - 1) // most_tiles
     n_visible = np.empty((most_tiles, WIDTH), np.int32)
     bf16.begin()
-    task = next_task(counter)
-    while task < n_kv * n_parts:
+    for task in tasks_of(counter, n_kv * n_parts):
         head, part = task % n_kv, n_parts - 1 - task // n_kv
         first, last = part * n_tiles // n_parts, (part + 1) * n_tiles // n_parts
         for t in range(last - first):
@@ -245,7 +242,6 @@ def _attend_tasks(
                 target = out[r // group, head * group + r % group]
                 for c in range(d_v):
                     target[c] = narrow[i, c]
-        task = next_task(counter)
     bf16.end()
 
 

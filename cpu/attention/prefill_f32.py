@@ -31,7 +31,7 @@ from sparsekv_cli.cpu.attention.tile import widen_row
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, const, keep, load, next_task, splat, vec
+from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, const, keep, load, splat, tasks_of, vec
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 # Sums of a product take 12 of AVX2's 16 registers, 24 of AVX-512's 32, and 24 of NEON's 32.
@@ -143,11 +143,11 @@ def _weigh(b, scores, count, peak, top, old):
     """
     new = load(b, WIDE, top)
 
-    def key(j, carried):
+    @llvm.every(b, count)
+    def key(j):
         at = b.add(scores, b.mul(j, I64(4 * WIDTH)))
         llvm.store(b, _exp2(b, b.fsub(load(b, WIDE, at), new)), at)
 
-    llvm.loop(b, I64(0), count, 1, [], key)
     llvm.store(b, _exp2(b, b.fsub(load(b, WIDE, peak), new)), old)
     llvm.store(b, new, peak)
 
@@ -159,7 +159,8 @@ def _add_values(b, weights, count, values, panel_bytes, n_panels, old, acc):
     values: panels of ROWS dims, (keys, ROWS) each, panel_bytes apart; acc (ROWS n_panels, WIDTH).
     """
 
-    def panel(p, carried):
+    @llvm.every(b, n_panels)
+    def panel(p):
         first = b.add(values, b.mul(p, panel_bytes))
 
         def columns(j):
@@ -173,18 +174,15 @@ def _add_values(b, weights, count, values, panel_bytes, n_panels, old, acc):
             before = load(b, WIDE, at, 4 * WIDTH * r)
             llvm.store(b, llvm.fma(b, before, shrink, total), at, 4 * WIDTH * r)
 
-    llvm.loop(b, I64(0), n_panels, 1, [], panel)
-
 
 @emitter
 def _spread(b, row, n_panels, out, panel_bytes):
     """out[p] = row[p ROWS .. (p + 1) ROWS), f32, p < n_panels, panel_bytes apart; addresses."""
 
-    def panel(p, carried):
+    @llvm.every(b, n_panels)
+    def panel(p):
         part = load(b, vec(F32, ROWS), b.add(row, b.mul(p, I64(4 * ROWS))))
         llvm.store(b, part, b.add(out, b.mul(p, panel_bytes)))
-
-    llvm.loop(b, I64(0), n_panels, 1, [], panel)
 
 
 @njit(cache=True, nogil=True)
@@ -268,8 +266,7 @@ def _attend_tasks(counter, q, layout, n_kv, ends, scale, window, cap, sinks, mos
     acc = np.empty((most_tiles, n_panels * ROWS, WIDTH), np.float32)
     peak = np.empty((most_tiles, WIDTH), np.float32)
     n_visible = np.empty((most_tiles, WIDTH), np.int32)
-    task = next_task(counter)
-    while task < n_kv * n_parts:
+    for task in tasks_of(counter, n_kv * n_parts):
         head, part = task % n_kv, n_parts - 1 - task // n_kv
         first, last = part * n_tiles // n_parts, (part + 1) * n_tiles // n_parts
         for t in range(last - first):
@@ -293,7 +290,6 @@ def _attend_tasks(counter, q, layout, n_kv, ends, scale, window, cap, sinks, mos
                 inverse = np.float32(1) / acc[t, d_v, i]
                 for c in range(d_v):
                     out[token, h, c] = acc[t, c, i] * inverse
-        task = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)

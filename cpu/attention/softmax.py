@@ -57,7 +57,8 @@ def soften(b, scores, count, cap):
     caps, one = splat(b, cap), const(F32, 1.0)
     rate = b.fdiv(const(F32, -2.0), caps)
 
-    def body(j, carried):
+    @llvm.every(b, count, LANES)
+    def body(j):
         at = b.add(scores, b.mul(j, I64(4)))
         x = load(b, VF, at)
         size = llvm.call_named(b, "llvm.fabs.v16f32", VF, x)
@@ -66,8 +67,6 @@ def soften(b, scores, count, cap):
         y = llvm.call_named(b, "llvm.copysign.v16f32", VF, y, x)
         is_number = b.fcmp_ordered("<", size, const(F32, np.inf))
         llvm.store(b, b.select(is_number, y, x), at)
-
-    llvm.loop(b, I64(0), count, LANES, [], body)
 
 
 @emitter(returns=types.float32)

@@ -135,12 +135,11 @@ def shrink(b, acc, n_rows, old):
     """acc[c] *= old, f32 (n_rows, WIDTH) and (WIDTH,); addresses."""
     factors = _load_tile(b, old)
 
-    def body(c, carried):
+    @llvm.every(b, n_rows)
+    def body(c):
         at = b.add(acc, b.mul(c, I64(4 * WIDTH)))
         row = zip(_load_tile(b, at), factors, strict=True)
         _store_tile(b, [b.fmul(x, factor) for x, factor in row], at)
-
-    llvm.loop(b, I64(0), n_rows, 1, [], body)
 
 
 @emitter
@@ -151,7 +150,8 @@ def divide(b, acc, d_v, mass, out):
     """
     inverses = [b.fdiv(const(F32, 1.0), x) for x in _load_tile(b, mass)]
 
-    def body(c, carried):
+    @llvm.every(b, d_v, LANES)
+    def body(c):
         for i in VECTORS:
             at = b.add(acc, b.add(b.mul(c, I64(4 * WIDTH)), I64(4 * LANES * i)))
             rows = [load(b, VF, at, 4 * WIDTH * r) for r in range(LANES)]
@@ -159,5 +159,3 @@ def divide(b, acc, d_v, mass, out):
             for lane, row in enumerate(llvm.transposed(b, rows)):
                 element = b.add(b.mul(d_v, I64(LANES * i + lane)), c)
                 llvm.store(b, narrowed(b, row), b.add(out, b.mul(element, I64(2))))
-
-    llvm.loop(b, I64(0), d_v, LANES, [], body)

@@ -35,44 +35,39 @@ from sparsekv_cli.cpu.jit.llvm import (
 def store_halves(b, source, target, count):
     """target[i] = f16(source[i]), i < count (a multiple of 16); f32 source, addresses."""
 
-    def body(j, carried):
+    @llvm.every(b, count, LANES)
+    def body(j):
         value = load(b, VF, b.add(source, b.mul(j, I64(4))))
         llvm.store(b, b.fptrunc(value, vec(F16)), b.add(target, b.mul(j, I64(2))))
-
-    llvm.loop(b, I64(0), count, LANES, [], body)
 
 
 @emitter
 def store_quantized(b, source, target, count):
     """target = q8_0 of f32 source, count elements (a multiple of 16); see quantize_rows_ref."""
 
-    def block(n_vectors):
+    def block(c, n_vectors):
         """Quantises 16 n_vectors elements from c on, which share a scale."""
-
-        def body(c, carried):
-            at = b.add(source, b.mul(c, I64(4)))
-            x = [load(b, VF, at, 4 * LANES * i) for i in range(n_vectors)]
-            peak = const(F32, 0.0)
-            for each in x:
-                size = llvm.call_named(b, "llvm.fabs.v16f32", VF, each)
-                peak = llvm.call_named(b, "llvm.maxnum.v16f32", VF, peak, size)
-            scale = _unless_nan(b, b.fdiv(llvm.max_lanes(b, peak), F32(127.0)), x)
-            half = b.fptrunc(scale, F16)
-            empty = b.fcmp_ordered("==", half, F16(0.0))
-            inverse = b.select(empty, F32(0.0), b.fdiv(F32(1.0), scale))
-            for i, each in enumerate(x):
-                nearest = b.fmul(each, splat(b, inverse))
-                nearest = llvm.call_named(b, "llvm.rint.v16f32", VF, nearest)
-                quants = b.trunc(b.fptosi(nearest, VI), vec(I8))
-                llvm.store(b, quants, b.add(target, c), LANES * i)
-            scales = b.add(b.add(target, count), b.mul(b.udiv(c, I64(QUANT_BLOCK)), I64(2)))
-            llvm.store(b, half, scales)
-
-        return body
+        at = b.add(source, b.mul(c, I64(4)))
+        x = [load(b, VF, at, 4 * LANES * i) for i in range(n_vectors)]
+        peak = const(F32, 0.0)
+        for each in x:
+            size = llvm.call_named(b, "llvm.fabs.v16f32", VF, each)
+            peak = llvm.call_named(b, "llvm.maxnum.v16f32", VF, peak, size)
+        scale = _unless_nan(b, b.fdiv(llvm.max_lanes(b, peak), F32(127.0)), x)
+        half = b.fptrunc(scale, F16)
+        empty = b.fcmp_ordered("==", half, F16(0.0))
+        inverse = b.select(empty, F32(0.0), b.fdiv(F32(1.0), scale))
+        for i, each in enumerate(x):
+            nearest = b.fmul(each, splat(b, inverse))
+            nearest = llvm.call_named(b, "llvm.rint.v16f32", VF, nearest)
+            quants = b.trunc(b.fptosi(nearest, VI), vec(I8))
+            llvm.store(b, quants, b.add(target, c), LANES * i)
+        scales = b.add(b.add(target, count), b.mul(b.udiv(c, I64(QUANT_BLOCK)), I64(2)))
+        llvm.store(b, half, scales)
 
     whole = b.sub(count, b.urem(count, I64(QUANT_BLOCK)))
-    llvm.loop(b, I64(0), whole, QUANT_BLOCK, [], block(QUANT_BLOCK // LANES))
-    llvm.loop(b, whole, count, LANES, [], block(1))
+    llvm.loop(b, I64(0), whole, QUANT_BLOCK, [], lambda c, _: block(c, QUANT_BLOCK // LANES))
+    llvm.loop(b, whole, count, LANES, [], lambda c, _: block(c, 1))
 
 
 def _unless_nan(b, scale, x):
@@ -133,31 +128,27 @@ def store_nibbles(b, kind, source, target, count):
     after_quants = b.add(target, b.mul(n_blocks, I64(NIBBLES)))
     small = b.add(after_quants, b.mul(n_blocks, I64(HIGH_BITS))) if is_q5 else after_quants
 
-    def block(n_vectors):
+    def block(c, n_vectors):
         """Quantises 16 n_vectors elements from c on, which share a scale."""
-
-        def body(c, carried):
-            at = b.add(source, b.mul(c, I64(4)))
-            x = [load(b, VF, at, 4 * LANES * i) for i in range(n_vectors)]
-            numbers, quants = (_five_bits if is_q5 else _four_bits)(b, x)
-            quants += [const(I32, 0)] * (2 - n_vectors)
-            low, high = (b.and_(q, const(I32, 15)) for q in quants)
-            both = b.trunc(b.or_(low, b.shl(high, const(I32, 4))), vec(I8))
-            i = b.udiv(c, I64(QUANT_BLOCK))
-            llvm.store(b, both, b.add(target, b.mul(i, I64(NIBBLES))))
-            for j, q in enumerate(quants if is_q5 else ()):
-                fifth = b.icmp_signed(">", q, const(I32, 15))
-                to = b.add(after_quants, b.mul(i, I64(HIGH_BITS)))
-                llvm.store(b, b.bitcast(fifth, I16), to, 2 * j)
-            to = b.add(small, b.mul(i, I64(2 * len(numbers))))
-            for j, number in enumerate(numbers):
-                llvm.store(b, b.fptrunc(number, F16), to, 2 * j)
-
-        return body
+        at = b.add(source, b.mul(c, I64(4)))
+        x = [load(b, VF, at, 4 * LANES * i) for i in range(n_vectors)]
+        numbers, quants = (_five_bits if is_q5 else _four_bits)(b, x)
+        quants += [const(I32, 0)] * (2 - n_vectors)
+        low, high = (b.and_(q, const(I32, 15)) for q in quants)
+        both = b.trunc(b.or_(low, b.shl(high, const(I32, 4))), vec(I8))
+        i = b.udiv(c, I64(QUANT_BLOCK))
+        llvm.store(b, both, b.add(target, b.mul(i, I64(NIBBLES))))
+        for j, q in enumerate(quants if is_q5 else ()):
+            fifth = b.icmp_signed(">", q, const(I32, 15))
+            to = b.add(after_quants, b.mul(i, I64(HIGH_BITS)))
+            llvm.store(b, b.bitcast(fifth, I16), to, 2 * j)
+        to = b.add(small, b.mul(i, I64(2 * len(numbers))))
+        for j, number in enumerate(numbers):
+            llvm.store(b, b.fptrunc(number, F16), to, 2 * j)
 
     whole = b.sub(count, b.urem(count, I64(QUANT_BLOCK)))
-    llvm.loop(b, I64(0), whole, QUANT_BLOCK, [], block(QUANT_BLOCK // LANES))
-    llvm.loop(b, whole, count, LANES, [], block(1))
+    llvm.loop(b, I64(0), whole, QUANT_BLOCK, [], lambda c, _: block(c, QUANT_BLOCK // LANES))
+    llvm.loop(b, whole, count, LANES, [], lambda c, _: block(c, 1))
 
 
 @njit(cache=True, nogil=True)

@@ -89,7 +89,8 @@ def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
     last = b.sub(count, I64(1))
     reader = RowReader(b, mode, d)
 
-    def group(j, carried):
+    @llvm.every(b, count, n_keys)
+    def group(j):
         rows = []
         for i in range(n_keys):
             at = b.add(j, I64(i))
@@ -134,8 +135,6 @@ def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
             at = b.add(out, b.mul(b.add(b.mul(I64(t), out_stride), j), I64(4)))
             part = llvm.shuffle(b, dots, dots, range(t * n_keys, (t + 1) * n_keys))
             llvm.store(b, part, at)
-
-    llvm.loop(b, I64(0), count, n_keys, [], group)
 
 
 def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
@@ -199,15 +198,9 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
 
     dims = WIDE_DIMS[tile]
 
-    def wide(c, carried):
-        chunk(c, dims // VECTOR_LANES)
-
-    def narrow(c, carried):
-        chunk(c, LANES // VECTOR_LANES)
-
     whole = b.sub(d, b.srem(d, I64(dims)))
-    llvm.loop(b, I64(0), whole, dims, [], wide)
-    llvm.loop(b, whole, d, LANES, [], narrow)
+    llvm.loop(b, I64(0), whole, dims, [], lambda c, _: chunk(c, dims // VECTOR_LANES))
+    llvm.loop(b, whole, d, LANES, [], lambda c, _: chunk(c, LANES // VECTOR_LANES))
 
 
 def _every_tile(emit_tile: Callable[..., None]) -> Any:

@@ -16,7 +16,7 @@ from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import I64, keep, next_task
+from sparsekv_cli.cpu.jit.llvm import keep, tasks_of
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 N_PART = 8  # most parts of a kv head's queries
@@ -62,8 +62,7 @@ def _add_parts(counter, q, layout, n_past, group, scale, softcap, sinks, parts):
     """Runs (kv head, part) tasks until none is left; parts f32 (G, parts, n)."""
     n_kv_head, n_part, _ = parts.shape
     n_row = q.shape[1]
-    task = next_task(counter)
-    while task < n_kv_head * n_part:
+    for task in tasks_of(counter, n_kv_head * n_part):
         kv_head, part = task // n_part, task % n_part
         first, last = part * n_row // n_part, (part + 1) * n_row // n_part
         _add_columns(
@@ -71,7 +70,6 @@ def _add_parts(counter, q, layout, n_past, group, scale, softcap, sinks, parts):
             layout[K_KIND], n_past, group, scale, softcap,
             sinks[kv_head * group : (kv_head + 1) * group], parts[kv_head, part],
         )  # fmt: skip
-        task = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
@@ -88,11 +86,8 @@ def add_attention(q, layout, n, group, scale, softcap, sinks, sums, n_threads):
     n_part = min(N_PART, max(1, n_row // ROWS_A_PART))
     parts = np.zeros((n_kv_head, n_part, n), np.float32)
     counter = np.zeros(1, np.int64)
-    if n_threads == 1 or n_kv_head * n_row * n < ONE_THREAD_BELOW:
+    for _thread in prange(1 if n_kv_head * n_row * n < ONE_THREAD_BELOW else n_threads):
         _add_parts(counter, q, layout, n_past, group, scale, softcap, sinks, parts)
-    else:
-        for _thread in prange(n_threads):
-            _add_parts(counter, q, layout, n_past, group, scale, softcap, sinks, parts)
     for kv_head in range(n_kv_head):
         for part in range(n_part):
             _add_weighted(sums[kv_head], parts[kv_head, part], n, np.float32(1))
@@ -137,10 +132,9 @@ def max_pool_ref(scores, width):
 def copy_bytes(b, source, target, count):
     """Copies ``count`` bytes, an even number, from one address to another."""
 
-    def body(j, carried):
+    @llvm.every(b, count, 2)
+    def body(j):
         llvm.store(b, llvm.load(b, llvm.I16, b.add(source, j)), b.add(target, j))
-
-    llvm.loop(b, I64(0), count, 2, [], body)
 
 
 @njit(cache=True, nogil=True)

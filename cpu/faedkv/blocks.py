@@ -44,7 +44,7 @@ from sparsekv_cli.cpu.faedkv.frequencies import FourierBasis, centred_waves
 from sparsekv_cli.cpu.faedkv.spectrum import Mark
 from sparsekv_cli.cpu.faedkv.state import BlocksBuffers, BlocksState, BlocksWork
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import LANES, keep, next_task
+from sparsekv_cli.cpu.jit.llvm import LANES, keep, tasks_of
 from sparsekv_cli.cpu.jit.pointers import integer_pointer, on_lines
 from sparsekv_cli.cpu.jit.threads import blas_threads
 from sparsekv_cli.cpu.sals.vectors import multiply, scale_lanes
@@ -184,8 +184,7 @@ def run_thread(at, task, counter, shared, own):
     this, work = view(BlocksState, at), scratch(BlocksWork, at, shared)
     buffers, tasks = scratch(BlocksBuffers, at, own), carray(integer_pointer(counter), 1)
     n_kv, at_once, group = this.n_kv, this.at_once, this.n_head // this.n_kv
-    i = next_task(tasks)
-    while i < n_kv * len(work.peak):
+    for i in tasks_of(tasks, n_kv * len(work.peak)):
         part, g = i // n_kv, i % n_kv
         heads = slice(g * group, (g + 1) * group)
         peak, mass, acc = work.peak[part, heads], work.mass[part, heads], work.acc[part, heads]
@@ -198,7 +197,6 @@ def run_thread(at, task, counter, shared, own):
             _attend_group(
                 this, q, g, first, n_block, peak, mass, acc, buffers.waves, buffers.tokens
             )
-        i = next_task(tasks)
 
 
 @njit(cache=True, nogil=True)

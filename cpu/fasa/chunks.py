@@ -13,7 +13,7 @@ from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F32, I64, LANES, const, load, next_task, splat
+from sparsekv_cli.cpu.jit.llvm import F32, I64, LANES, const, load, splat, tasks_of
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 BLOCK = LANES  # tokens of a block of Kdom
@@ -55,14 +55,13 @@ def block_maxima(b, tile, q, dom, n_dom, n_block, best, best_stride):
     """
     n_bytes = b.mul(n_dom, I64(2 * BLOCK))
 
-    def block(i, carried):
+    @llvm.every(b, n_block)
+    def block(i):
         at = b.add(dom, b.mul(i, n_bytes))
         sums = _block_sums(b, tile, q, at, n_dom, b.add(at, I64(AHEAD_SCAN)))
         for t in range(tile):
             row = b.add(b.mul(I64(t), best_stride), i)
             llvm.store(b, llvm.max_lanes(b, sums[t]), b.add(best, b.mul(row, I64(4))))
-
-    llvm.loop(b, I64(0), n_block, 1, [], block)
 
 
 @emitter
@@ -76,12 +75,11 @@ def listed_scores(b, q, dom, n_dom, blocks, count, out):
         number = b.sext(load(b, llvm.I32, b.add(blocks, b.mul(i, I64(4)))), I64)
         return b.add(dom, b.mul(number, n_bytes))
 
-    def block(i, carried):
+    @llvm.every(b, count)
+    def block(i):
         ahead = address(b.add(i, I64(AHEAD_LISTED)))
         (scores,) = _block_sums(b, 1, q, address(i), n_dom, ahead)
         llvm.store(b, scores, b.add(out, b.mul(i, I64(4 * BLOCK))))
-
-    llvm.loop(b, I64(0), count, 1, [], block)
 
 
 @njit(cache=True, nogil=True)
@@ -89,8 +87,7 @@ def score_pieces(counter, q, dom, n_split, best):
     """Runs (kv head, part of the blocks) tasks until none is left; see ``score_chunks``."""
     n_kv_head, n_block = dom.shape[0], best.shape[1]
     group = q.shape[0] // n_kv_head
-    task = next_task(counter)
-    while task < n_kv_head * n_split:
+    for task in tasks_of(counter, n_kv_head * n_split):
         head, part = task // n_split, task % n_split
         first, last = part * n_block // n_split, (part + 1) * n_block // n_split
         for start in range(first, last, AT_ONCE):
@@ -101,7 +98,6 @@ def score_pieces(counter, q, dom, n_split, best):
                     dom[head, start].ctypes.data, dom.shape[2], size,
                     best[h, start:].ctypes.data, best.shape[1],
                 )  # fmt: skip
-        task = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)

@@ -13,7 +13,7 @@ from sparsekv_cli.cpu.fasa.attend import attend_split_rows
 from sparsekv_cli.cpu.fasa.chunks import BLOCK, choose_rows, score_pieces
 from sparsekv_cli.cpu.fasa.state import FASABuffers, FASAState, FASAWork
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import next_task
+from sparsekv_cli.cpu.jit.llvm import tasks_of
 from sparsekv_cli.cpu.jit.pointers import integer_pointer
 from sparsekv_cli.cpu.vector.run import memory_of, run
 from sparsekv_cli.cpu.vector.views import scratch, view
@@ -58,8 +58,7 @@ def _split_queries(q, dims, q_dom, q_rest):
 def _attend_heads(counter, this, work, scores):
     """Takes query heads until none is left; chooses the rows of each and attends to them."""
     group, sinks, rows = this.n_head // this.n_kv, this.sinks, this.rows
-    h = next_task(counter)
-    while h < this.n_head:
+    for h in tasks_of(counter, this.n_head):
         kv = h // group
         choose_rows(
             work.q_dom[h], this.dom[kv], work.best[h], this.n, this.n_sinks, this.n_recent, rows[h],
@@ -70,7 +69,6 @@ def _attend_heads(counter, this, work, scores):
             work.q_rest[h], this.rest[kv], this.values[kv], rows[h], scores, this.scale,
             this.softcap, sink, this.out[h],
         )  # fmt: skip
-        h = next_task(counter)
 
 
 @njit(cache=True, nogil=True)

@@ -29,7 +29,7 @@ from sparsekv_cli.cpu.freekv.recall import (
 )
 from sparsekv_cli.cpu.freekv.state import FreeKVBuffers, FreeKVState
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import next_task
+from sparsekv_cli.cpu.jit.llvm import tasks_of
 from sparsekv_cli.cpu.jit.pointers import integer_pointer
 from sparsekv_cli.cpu.vector.fields import Scratch
 from sparsekv_cli.cpu.vector.run import KernelStep, memory_of, run
@@ -83,8 +83,7 @@ def run_thread(at, task, counter, shared, own):
     row = (resident * page + (n - 1) % page) * n_kv
     k_row = np.int64(pages.k.ctypes.data) + row * 8 * width
     v_row = np.int64(pages.v.ctypes.data) + row * 8 * width_v
-    g = next_task(tasks)
-    while g < n_kv:
+    for g in tasks_of(tasks, n_kv):
         statistics = pages.statistics[g]
         store_halves(this.k[g].ctypes.data, k_row + g * 8 * width, 4 * width)
         store_halves(this.v[g].ctypes.data, v_row + g * 8 * width_v, 4 * width_v)
@@ -111,7 +110,6 @@ def run_thread(at, task, counter, shared, own):
         statistics[CORRECTED] += turned
         statistics[STEPPED] += 1
         statistics[ATTENDED] += count
-        g = next_task(tasks)
 
 
 @njit(cache=True, nogil=True)

@@ -133,7 +133,8 @@ def _multiply_tiles(b: ir.IRBuilder, n: int, given: Sequence[ir.Value], adding: 
             else:
                 _tile(b, "tilezero", tile)
 
-        def step(unit, carried, columns=columns, first=first):
+        @llvm.every(b, n_units)
+        def step(unit, columns=columns, first=first):
             for i, left in enumerate(lefts):
                 at = b.add(left, b.mul(unit, a_unit))
                 _tile(b, "tileloadd64", I8(4 + i), pointer(at), a_row)
@@ -145,7 +146,6 @@ def _multiply_tiles(b: ir.IRBuilder, n: int, given: Sequence[ir.Value], adding: 
                 for j in range(len(columns)):
                     _tile(b, "tdpbf16ps", I8(2 * i + j), I8(4 + i), I8(6 + j))
 
-        llvm.loop(b, I64(0), n_units, 1, [], step)
         for tile, place in sums:
             _tile(b, "tilestored64", tile, pointer(place), c_row)
 

@@ -285,6 +285,25 @@ def loop(
     return list(phis)
 
 
+def every(
+    builder: ir.IRBuilder, stop: ir.Value, step: int = 1, start: ir.Value | None = None
+) -> Callable[[Callable[[ir.Value], None]], None]:
+    """Emits ``for i in range(start, stop, step)`` around the code of the decorated function.
+
+        @every(b, count, LANES)
+        def vector(i):
+            ...
+
+    start: None for 0.
+    """
+
+    def emit(body: Callable[[ir.Value], None]) -> None:
+        first = I64(0) if start is None else start
+        loop(builder, first, stop, step, [], lambda i, _: body(i))
+
+    return emit
+
+
 @emitter(returns=types.int64, word=types.uint64)
 def trailing_zeros(builder, word):
     """Returns the position of the lowest set bit of a u64, 64 for 0 (numba code)."""
@@ -305,11 +324,7 @@ def set_bits(builder, word):
 
 @intrinsic
 def next_task(typingctx, counter):
-    """Adds 1 to counter int64 (1,) in one atomic step; returns the old value (numba code).
-
-    Threads that share a counter each take the next task when they are free: ``for thread in
-    prange(n_threads): task = next_task(counter); while task < n_task: ...``.
-    """
+    """Adds 1 to counter int64 (1,) in one atomic step; returns the old value (numba code)."""
 
     def codegen(context, builder, signature, args):
         array = context.make_array(signature.args[0])(context, builder, args[0])
@@ -318,14 +333,27 @@ def next_task(typingctx, counter):
     return types.int64(counter), codegen
 
 
+@njit(nogil=True)
+def tasks_of(counter, n):
+    """Yields the numbers below n that no other thread has taken (numba code).
+
+    Threads share the counter int64 (1,), which begins at 0, and each takes the next number when it
+    is free: ``for thread in prange(n_threads): for task in tasks_of(counter, n): ...``.
+    """
+    while True:
+        task = next_task(counter)
+        if task >= n:
+            return
+        yield task
+
+
 @emitter
 def prefetch_lines(b, address, n_bytes):
     """Prefetches the cache lines of ``n_bytes`` at ``address`` (numba code)."""
 
-    def line(at, carried):
+    @every(b, b.add(address, n_bytes), 64, b.and_(address, I64(-64)))
+    def line(at):
         prefetch(b, at)
-
-    loop(b, b.and_(address, I64(-64)), b.add(address, n_bytes), 64, [], line)
 
 
 @emitter(array=TYPE)

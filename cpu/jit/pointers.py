@@ -3,7 +3,9 @@
 A kernel that is called by its address is compiled once, apart from the kernels that call it.
 """
 
+from collections.abc import Callable
 from ctypes import addressof, c_char
+from inspect import Parameter, Signature, signature
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from numba.extending import intrinsic
 from numpy.typing import DTypeLike
 
 from sparsekv_cli.cpu.jit.compiling import callees
+from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.llvm import F32, I64
 
 LINE = 64  # bytes, a cache line
@@ -52,34 +55,34 @@ def function_address(dispatcher, signature: tuple) -> int:
     return result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name)
 
 
-def call_through(n_arguments: int, n_literals: int = 0) -> tuple[Any, Any]:
-    """Returns the type and code of an intrinsic that calls the function at an address.
+def caller(function: Callable[..., Any], n_literals: int = 0) -> Any:
+    """Returns an intrinsic that calls a ``function_address`` of functions like ``function``.
 
-    The intrinsic's arguments are a ``function_address`` and then the function's arguments, without
-    its literals.
+    Its arguments are the address, and those of ``function`` after the first n_literals.
     """
+    names = ("address", *list(signature(function).parameters)[n_literals:])
 
     def codegen(context, builder, signature, args):
-        type_ = ir.FunctionType(ir.VoidType(), [I64] * (n_literals + n_arguments))
-        function = builder.inttoptr(args[0], type_.as_pointer())
-        builder.call(function, [I64(0)] * n_literals + list(args[1:]))  # a literal has an argument
+        type_ = ir.FunctionType(ir.VoidType(), [I64] * (n_literals + len(args) - 1))
+        place = builder.inttoptr(args[0], type_.as_pointer())
+        builder.call(place, [I64(0)] * n_literals + list(args[1:]))  # a literal has an argument
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * (1 + n_arguments)), codegen
+    def call(typingctx, *given):
+        return types.void(*[types.int64] * len(names)), codegen
+
+    parameters = [Parameter(name, Parameter.POSITIONAL_ONLY) for name in ("typingctx", *names)]
+    call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return intrinsic(call)
 
 
-def _pointer_to(element: Any, llvm_type: ir.Type) -> Any:
-    """Returns an intrinsic that turns an int64 address into a pointer for ``carray``."""
-
-    @intrinsic
-    def pointer(typingctx, at):
-        def codegen(context, builder, signature, args):
-            return builder.inttoptr(args[0], llvm_type.as_pointer())
-
-        return types.CPointer(element)(types.int64), codegen
-
-    return pointer
+@emitter(returns=types.CPointer(types.float32))
+def float_pointer(b, at):
+    """Turns an int64 address into a pointer for ``carray``."""
+    return b.inttoptr(at, F32.as_pointer())
 
 
-float_pointer = _pointer_to(types.float32, F32)
-integer_pointer = _pointer_to(types.int64, I64)
+@emitter(returns=types.CPointer(types.int64))
+def integer_pointer(b, at):
+    """Turns an int64 address into a pointer for ``carray``."""
+    return b.inttoptr(at, I64.as_pointer())

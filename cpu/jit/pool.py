@@ -22,7 +22,7 @@ from numba.np.ufunc.parallel import _launch_threads
 from sparsekv_cli.cpu.jit import features
 from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import callback, njit
-from sparsekv_cli.cpu.jit.llvm import I32, I64, call_named, keep, loop, prefetch_lines
+from sparsekv_cli.cpu.jit.llvm import I32, I64, call_named, every, keep, prefetch_lines
 from sparsekv_cli.errors import SparseKVError
 
 # The control block, int64. Words that different threads write lie on different cache lines.
@@ -109,10 +109,10 @@ def _run_task(b, job, task):
         """Allocates an array of ``count`` words on the stack."""
         array = b.alloca(I64, count)
 
-        def copy(i: ir.Value, carried: list[ir.Value]) -> None:
+        @every(b, count)
+        def copy(i: ir.Value) -> None:
             b.store(value_of(i), b.gep(array, [i]))
 
-        loop(b, I64(0), count, 1, [], copy)
         return array
 
     fields = [word(job, I64(i)) for i in range(8)]

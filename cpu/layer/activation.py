@@ -64,12 +64,11 @@ def gate_lanes(b, rows, activation, gate, up, out, count):
         place = b.add(address, at)
         return widened(b, load(b, vec(I16), place)) if in_bf16 else load(b, VF, place)
 
-    def lanes(j, carried):
+    @llvm.every(b, count, LANES)
+    def lanes(j):
         at = b.mul(j, I64(2 if in_bf16 else 4))
         result = _gated(b, activation, wide(gate, at), wide(up, at))
         llvm.store(b, narrowed(b, result) if in_bf16 else result, b.add(out, at))
-
-    llvm.loop(b, I64(0), count, LANES, [], lanes)
 
 
 @njit(cache=True, nogil=True)

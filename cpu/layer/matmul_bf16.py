@@ -19,7 +19,7 @@ from sparsekv_cli.cpu.jit import bf16, llvm
 from sparsekv_cli.cpu.jit.bf16 import PAIRS, ROWS, narrowed
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import I64, LANES, VF, VI, load, next_task
+from sparsekv_cli.cpu.jit.llvm import I64, LANES, VF, VI, load, tasks_of
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.products import KERNEL, ROW_BYTES, WEIGHTS
@@ -60,7 +60,8 @@ def _transpose_pairs(b, rows, row_bytes, n_pairs, panel):
     n_pairs: a multiple of 16.
     """
 
-    def body(c, carried):
+    @llvm.every(b, n_pairs, LANES)
+    def body(c):
         for first in range(0, COLUMNS, LANES):
             at = b.add(rows, b.mul(c, I64(4)))
             square = [
@@ -70,20 +71,17 @@ def _transpose_pairs(b, rows, row_bytes, n_pairs, panel):
             for i, column in enumerate(llvm.transposed(b, square)):
                 llvm.store(b, column, to, 4 * COLUMNS * i + 4 * first)
 
-    llvm.loop(b, I64(0), n_pairs, LANES, [], body)
-
 
 @emitter
 def _store_rows(b, sums, n_rows, out, out_row):
     """out bf16 (n_rows, COLUMNS), rows out_row bytes apart, = f32 (n_rows, COLUMNS); addresses."""
 
-    def body(r, carried):
+    @llvm.every(b, n_rows)
+    def body(r):
         at, to = b.add(sums, b.mul(r, I64(4 * COLUMNS))), b.add(out, b.mul(r, out_row))
         for i in range(0, COLUMNS, 2 * LANES):  # whole cache lines
             low, high = (narrowed(b, load(b, VF, at, 4 * (i + part))) for part in (0, LANES))
             llvm.store(b, llvm.shuffle(b, low, high, range(2 * LANES)), to, 2 * i)
-
-    llvm.loop(b, I64(0), n_rows, 1, [], body)
 
 
 @njit(cache=True, nogil=True)
@@ -167,8 +165,7 @@ def _multiply_tasks(
     own, n_panels = table.copy(), (out.shape[1] + COLUMNS - 1) // COLUMNS
     n_tasks = (n_panels + most - 1) // most
     bf16.begin()
-    task = next_task(counter)
-    while task < n_experts * n_tasks:
+    for task in tasks_of(counter, n_experts * n_tasks):
         e, first = task // n_tasks, task % n_tasks * most
         if offsets[e] < offsets[e + 1]:
             for m in range(len(own)):
@@ -178,7 +175,6 @@ def _multiply_tasks(
                 own, tiles[starts[e] : starts[e + 1]], n_columns, step, rows, panel, sums, first,
                 min(n_panels, first + most), out[offsets[e] : offsets[e + 1]],
             )  # fmt: skip
-        task = next_task(counter)
     bf16.end()
 
 

@@ -13,7 +13,6 @@ from functools import cache
 import numpy as np
 from llvmlite import ir
 from numba import prange, types
-from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
@@ -25,11 +24,11 @@ from sparsekv_cli.cpu.jit.llvm import (
     const,
     keep,
     load,
-    next_task,
     prefetch_lines,
+    tasks_of,
     vec,
 )
-from sparsekv_cli.cpu.jit.pointers import address, call_through, function_address
+from sparsekv_cli.cpu.jit.pointers import address, caller, function_address
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.products import KERNEL, ROW_BYTES, ROWS, WEIGHTS
 from sparsekv_cli.cpu.layer.rows import rounded
@@ -90,7 +89,8 @@ def _decode_row(b, code, w, n_blocks, values, scales, offsets):
     decode = format_.decode
     zero = 0 if vnni.takes_signed() else format_.zero
 
-    def body(i, carried):
+    @llvm.every(b, n_blocks)
+    def body(i):
         block = decode(b, b.add(w, b.mul(i, I64(format_.n_bytes))))
         at = b.add(values, b.mul(i, I64(format_.n_elements)))
         n = block.q[0].type.count
@@ -100,8 +100,6 @@ def _decode_row(b, code, w, n_blocks, values, scales, offsets):
         llvm.store(b, block.scales, b.add(scales, step))
         if block.offsets is not None:
             llvm.store(b, block.offsets, b.add(offsets, step))
-
-    llvm.loop(b, I64(0), n_blocks, 1, [], body)
 
 
 @njit(cache=True, nogil=True)
@@ -113,6 +111,9 @@ def _decode_rows(code, w, row_bytes, n_rows, n_blocks, values, row, scales, smal
     for r in range(GROUP):
         at, to = w + min(r, n_rows - 1) * row_bytes, scales + r * small_row
         _decode_row(code, at, n_blocks, values + r * row, to, to + GROUP * small_row)
+
+
+_call_decoder = caller(_decode_rows, 1)
 
 
 @cache
@@ -130,7 +131,8 @@ def _pack(b, n_columns, values, row, panel):
     """
     starts = [b.add(values, b.mul(row, I64(r))) for r in range(GROUP)]
 
-    def body(column, carried):
+    @llvm.every(b, n_columns, 4 * WIDTH)
+    def body(column):
         place = b.add(panel, b.mul(column, I64(GROUP)))
         for first in range(0, GROUP, WIDTH):
             rows = [
@@ -139,8 +141,6 @@ def _pack(b, n_columns, values, row, panel):
             ]
             for i, lanes in enumerate(llvm.transposed(b, rows)):
                 llvm.store(b, lanes, place, 4 * GROUP * i + 4 * first)
-
-    llvm.loop(b, I64(0), n_columns, 4 * WIDTH, [], body)
 
 
 # --- matrices -------------------------------------------------------------------------------------
@@ -161,13 +161,6 @@ def product_table(matrices: Sequence[tuple[int, np.ndarray]], n_experts: int = 1
         span = _format_traits(code).span
         rows.append((decoder, *shape, product, span, format_.n_elements, format_.n_bytes))
     return np.array(rows, np.int64)
-
-
-@intrinsic
-def _call_decoder(
-    typingctx, decoder, w, row_bytes, n_rows, n_blocks, values, row, scales, small_row
-):
-    return call_through(8, n_literals=1)
 
 
 @njit(cache=True, nogil=True)
@@ -303,14 +296,12 @@ def _multiply_tasks(counter, table, spans, n_groups, tiles, n, out, n_threads):
     for s in range(len(spans)):
         n_tiles = max(n_tiles, spans[s, 4] - spans[s, 3])
     scratch = _new_scratch(n_tiles)
-    task = next_task(counter)
-    while task < n_tasks:
+    for task in tasks_of(counter, n_tasks):
         span, m, w, n_rows, column = _find_task(table, spans, n_groups, task)
         following = _find_task(table, spans, n_groups, min(task + n_threads, n_tasks - 1))[2]
         of_span = tiles[span[3] : span[4]]
         sums = _multiply_rows(table[m], w, n_rows, following, of_span, n, scratch)
         _store_sums(sums, n_rows, out, span[1], span[2], column)
-        task = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)

@@ -18,14 +18,13 @@ from typing import NamedTuple
 from llvmlite import ir
 from numba import types
 from numba.core.cgutils import alloca_once
-from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.bf16 import widened
 from sparsekv_cli.cpu.jit.emitter import LITERAL, TYPE, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I8, I16, I32, I64, LANES, VF, const, load, splat, vec
-from sparsekv_cli.cpu.jit.pointers import call_through, function_address
+from sparsekv_cli.cpu.jit.pointers import caller, function_address
 from sparsekv_cli.cpu.weights import vnni
 from sparsekv_cli.cpu.weights.integer import BLOCK, byte_products, pair_products, round_halves
 
@@ -84,7 +83,8 @@ def round_input(b, rows, x, tile, n):
     sums32 = b.add(scales, small)
     sums16 = b.add(sums32, small)
 
-    def body(i, carried):
+    @llvm.every(b, n, BLOCK)
+    def body(i):
         at = b.add(x, b.mul(i, I64(2 if is_bf16 else 4)))
         block = round_halves(b, _halves(b, at, is_bf16), LARGEST_INPUT)
         to = b.add(tile, b.mul(i, I64(TILE)))
@@ -99,8 +99,6 @@ def round_input(b, rows, x, tile, n):
         llvm.store(b, b.add(*totals), b.add(sums32, at))
         for h, total in enumerate(totals):
             llvm.store(b, total, b.add(sums16, b.mul(at, I64(2))), row * h)
-
-    llvm.loop(b, I64(0), n, BLOCK, [], body)
 
 
 # --- products -------------------------------------------------------------------------------------
@@ -207,7 +205,8 @@ def _multiply_tile(
     x_sums = b.add(x_scales, b.mul(small, I64(n_parts)))  # of spans of this size
     kept = b.ptrtoint(alloca_once(b, vec(F32, WIDTH), TILE * len(VECTORS)), I64)
 
-    def add_block(i, carried):
+    @llvm.every(b, b.sdiv(n_spans, I64(n_parts)))
+    def add_block(i):
         start = b.add(column, b.mul(i, I64(BLOCK)))
         number = b.mul(b.sdiv(start, I64(BLOCK)), I64(4 * TILE))
         for j in range(n_parts):
@@ -224,9 +223,6 @@ def _multiply_tile(
             )
             for inputs in (range(TILE // 2), range(TILE // 2, TILE)):
                 _add_span(b, traits, each, inputs)
-
-    n_blocks = b.sdiv(n_spans, I64(n_parts))
-    llvm.loop(b, I64(0), n_blocks, 1, [], add_block)
 
 
 @njit(cache=True, nogil=True)
@@ -250,8 +246,4 @@ def product_address(traits: Traits) -> int:
     return function_address(_multiply_panel, literals + (types.int64,) * 9)
 
 
-@intrinsic
-def call_product(
-    typingctx, kernel, panel, scales, n_spans, tiles, tile_row, n, column, n_tiles, sums
-):  # fmt: skip
-    return call_through(9, n_literals=4)
+call_product = caller(_multiply_panel, 4)

@@ -21,7 +21,7 @@ from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exp_in_place, max_of, soften
 from sparsekv_cli.cpu.attention.tile import AHEAD_GATHER, MAX_TILE, tile_scores, tile_values
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import LANES, keep, next_task, prefetch_lines
+from sparsekv_cli.cpu.jit.llvm import LANES, keep, prefetch_lines, tasks_of
 from sparsekv_cli.cpu.jit.pool import atomic_add, wait_for
 from sparsekv_cli.cpu.lfps.history import RESCALE_BELOW, SINKS, add_entries, rescale_tables
 from sparsekv_cli.cpu.lfps.search import ask_for_entries, mark, merge_candidates, search_head
@@ -34,11 +34,8 @@ SCORE_PIECE = 240  # rows of C1: a multiple of the rows that tile_scores takes, 
 def _score_part(head_group, part, n_parts, step, memory):
     """Scores a part of C1 for a head group's active heads. A tile of heads shares each key row."""
     work, layout, rules = memory.work, step.layout, step.rules
-    (n_head, d), n_head_groups, count = (
-        (step.n_head, step.k_width),
-        step.n_head_groups,
-        work.n_rows[head_group],
-    )
+    n_head, d, n_head_groups = step.n_head, step.k_width, step.n_head_groups
+    count = work.n_rows[head_group]
     piece = n_parts * SCORE_PIECE
     size = (count + piece - 1) // piece * SCORE_PIECE
     first, last = part * size, min(count, (part + 1) * size)
@@ -211,20 +208,16 @@ def _update_head(h, step, memory):
 @njit(cache=True, nogil=True, forceinline=True)
 def update_tasks(counter, step, memory):
     """Updates heads' tables after a step, in one thread, until no head is left."""
-    h = next_task(counter)
-    while h < step.n_head:
+    for h in tasks_of(counter, step.n_head):
         _update_head(h, step, memory)
-        h = next_task(counter)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
 def mark_tasks(counter, step, memory):
     """Marks heads' candidates C0 before a step (eq 7, 8), in one thread."""
-    h = next_task(counter)
-    while h < step.n_head:
+    for h in tasks_of(counter, step.n_head):
         ask_for_entries(h, step, memory)
         mark(h, step.raised[h], step, memory)
-        h = next_task(counter)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -263,8 +256,7 @@ def run_tasks(counter, step, memory):
     a_thread, n_shared = n_head_groups // n_threads, n_head_groups % n_threads
     n_whole = n_head_groups - n_shared
     n_tasks = 2 * heads + n_threads  # of a shared head group
-    task = next_task(counter)
-    while task < n_whole + n_shared * n_tasks:
+    for task in tasks_of(counter, n_whole + n_shared * n_tasks):
         if task < n_whole:  # neighbours for one thread: heads of a kv group read the same keys
             head_group = task % n_threads * a_thread + task // n_threads
             for h in range(head_group * heads, (head_group + 1) * heads):
@@ -283,4 +275,3 @@ def run_tasks(counter, step, memory):
                 ask_for_entries(head_group * heads + first, step, memory)
         for each in range(first, last):
             _run(each, head_group, n_parts, step, memory)
-        task = next_task(counter)

@@ -201,7 +201,8 @@ def _code_rows(b, rows, d, encode, encode_row, start, n_words, out):
     """
     low, high = const(F32, 1.0 - ZERO), const(F32, ZERO - 1.0)
 
-    def two_words(w, carried):
+    @llvm.every(b, n_words, 2)
+    def two_words(w):
         at = b.mul(w, I64(4 * WORD))
 
         def dim(c, sums):
@@ -220,8 +221,6 @@ def _code_rows(b, rows, d, encode, encode_row, start, n_words, out):
         with b.if_then(b.icmp_signed("<", has_second, n_words)):
             for i, both in enumerate(words):
                 llvm.store(b, b.extract_element(both, I32(1)), place, LINE + 4 * i)
-
-    llvm.loop(b, I64(0), n_words, 2, [], two_words)
 
 
 def _packed(b, codes, low, high):
@@ -275,7 +274,8 @@ def _best_of_parts(b, queries, n_queries, parts, n_parts, n_words, out, out_row)
                 best[m] = _larger(b, b.or_(total, place), best[m])
         return best
 
-    def best_of_part(i, _):
+    @llvm.every(b, n_parts)
+    def best_of_part(i):
         part = b.add(parts, b.mul(i, b.mul(tile_bytes, I64(PART // LANES))))
         least = const(I32, -(1 << 31), byte_scores.SUMS)
         best = llvm.loop(
@@ -287,8 +287,6 @@ def _best_of_parts(b, queries, n_queries, parts, n_parts, n_words, out, out_row)
             name = f"llvm.vector.reduce.smax.v{byte_scores.SUMS}i32"
             highest = llvm.call_named(b, name, I32, keys)
             llvm.store(b, highest, b.add(to, b.mul(out_row, I64(m))))
-
-    llvm.loop(b, I64(0), n_parts, 1, [], best_of_part)
 
 
 def _larger(b, x, y):

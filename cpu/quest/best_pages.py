@@ -8,7 +8,7 @@ from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import I64, LANES, VF, load, next_task
+from sparsekv_cli.cpu.jit.llvm import I64, LANES, VF, load, tasks_of
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.quest.byte_pages import SPAN
 
@@ -18,13 +18,12 @@ def _raise_to(b, scores, count, top, best):
     """Raises best[j] to scores[j] - top, j < count, f32; count: a multiple of 16; addresses."""
     tops = llvm.splat(b, top)
 
-    def chunk(c, carried):
+    @llvm.every(b, count, LANES)
+    def chunk(c):
         at = b.mul(c, I64(4))
         to = b.add(best, at)
         score = b.fsub(load(b, VF, b.add(scores, at)), tops)
         llvm.store(b, larger(b, score, load(b, VF, to)), to)
-
-    llvm.loop(b, I64(0), count, LANES, [], chunk)
 
 
 @njit(cache=True, nogil=True)
@@ -32,8 +31,7 @@ def _compare_tasks(counter, scores, tops, n_page, n_last, best):
     """Writes best scores until no task is left. A task is SPAN pages of a kv head."""
     n_kv, n_rows = tops.shape
     n_spans = (n_page + SPAN - 1) // SPAN
-    task = next_task(counter)
-    while task < n_kv * n_spans:
+    for task in tasks_of(counter, n_kv * n_spans):
         head, span = task % n_kv, task // n_kv
         first = span * SPAN
         count = min(n_page - first, SPAN)
@@ -45,7 +43,6 @@ def _compare_tasks(counter, scores, tops, n_page, n_last, best):
         of_span[max(0, n_page - n_last - first) :] = np.inf
         if first == 0:
             of_span[0] = np.inf
-        task = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)

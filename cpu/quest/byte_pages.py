@@ -24,7 +24,7 @@ from sparsekv_cli.cpu.attention.tile import widen_row
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F32, I8, I32, I64, LANES, VF, VI, const, keep, load, next_task
+from sparsekv_cli.cpu.jit.llvm import F32, I8, I32, I64, LANES, VF, VI, const, keep, load, tasks_of
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.hadamard import rotate_row
 from sparsekv_cli.cpu.quest.pages import page_summaries_ref
@@ -78,7 +78,8 @@ def _round(b, x, count, scale, zero, out, stride):
     """
     inverse, offset = llvm.splat(b, b.fdiv(F32(1.0), scale)), llvm.splat(b, b.trunc(zero, I32))
 
-    def chunk(c, carried):
+    @llvm.every(b, count, LANES)
+    def chunk(c):
         lanes = b.fmul(load(b, VF, b.add(x, b.mul(c, I64(4)))), inverse)
         lanes = b.fptosi(llvm.call_named(b, "llvm.rint.v16f32", VF, lanes), VI)
         narrow = b.trunc(b.add(lanes, offset), llvm.vec(I8))
@@ -87,8 +88,6 @@ def _round(b, x, count, scale, zero, out, stride):
         for i in range(LANES // 4):
             to = b.add(out, b.mul(stride, b.add(first, I64(i))))
             llvm.store(b, b.extract_element(words, I32(i)), to)
-
-    llvm.loop(b, I64(0), count, LANES, [], chunk)
 
 
 @njit(cache=True, nogil=True)
@@ -129,11 +128,9 @@ def code_pages(layout, first, last, rotated, centre, codes, scales, n_threads):
     n_head = len(codes)
     counter = np.zeros(1, np.int64)
     for _thread in prange(n_threads):
-        task = next_task(counter)
-        while task < n_head * (last - first):
+        for task in tasks_of(counter, n_head * (last - first)):
             tile = first + task // n_head
             _code_tile(layout, task % n_head, tile, rotated, centre, codes, scales)
-            task = next_task(counter)
 
 
 def code_pages_ref(keys, centre):
@@ -208,8 +205,7 @@ def _score_tasks(counter, queries, starts, factors, codes, scales, n_page, out, 
     """Runs tasks until none is left. A task is SPAN pages of a kv head; see ``score_pages``."""
     n_kv, n_rows, n_bytes = queries.shape
     n_spans = (n_page + SPAN - 1) // SPAN
-    task = next_task(counter)
-    while task < n_kv * n_spans:
+    for task in tasks_of(counter, n_kv * n_spans):
         head, span = task % n_kv, task // n_kv
         tops[span, head] = -np.inf
         for at in range(span * SPAN, min(n_page, (span + 1) * SPAN), PAIR):
@@ -222,7 +218,6 @@ def _score_tasks(counter, queries, starts, factors, codes, scales, n_page, out, 
                     out[span, head, r, at - span * SPAN :].ctypes.data, out.strides[2],
                     tops[span, head, r].ctypes.data,
                 )  # fmt: skip
-        task = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)

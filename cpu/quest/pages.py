@@ -20,7 +20,7 @@ from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F16, F32, I64, LANES, VF, const, next_task
+from sparsekv_cli.cpu.jit.llvm import F16, F32, I64, LANES, VF, const, tasks_of
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 
@@ -37,7 +37,8 @@ def summarise_rows(b, meanstd, rows, row_bytes, count, d, hi, lo):
     """
     share = llvm.splat(b, b.fdiv(F32(1.0), b.sitofp(count, F32)))
 
-    def chunk(c, carried):
+    @llvm.every(b, d, LANES)
+    def chunk(c):
         at = b.mul(c, I64(2))
         first = b.add(rows, at)
 
@@ -70,8 +71,6 @@ def summarise_rows(b, meanstd, rows, row_bytes, count, d, hi, lo):
             high, low = b.fadd(mean, std), b.fsub(mean, std)
         _store_half_lanes(b, high, b.add(hi, at))
         _store_half_lanes(b, low, b.add(lo, at))
-
-    llvm.loop(b, I64(0), d, LANES, [], chunk)
 
 
 @njit(cache=True, nogil=True)
@@ -148,13 +147,11 @@ def _score_group(mode, listed, q, hi, lo, first, last, scale, out):
 def _score_pieces(counter, q, hi, lo, n_page, n_kv_head, scale, out, n_split):
     """Runs (kv head, split) tasks until none is left; see ``page_scores``."""
     group = q.shape[0] // n_kv_head
-    task = next_task(counter)
-    while task < n_kv_head * n_split:
+    for task in tasks_of(counter, n_kv_head * n_split):
         g, split = task // n_split, task % n_split
         first, last = split * n_page // n_split, (split + 1) * n_page // n_split
         heads = slice(g * group, (g + 1) * group)
         _score_group(0, 0, q[heads], hi[g], lo[g], first, last, scale, out[heads])
-        task = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
@@ -168,11 +165,8 @@ def page_scores(q, hi, lo, n_page, n_kv_head, scale, out, n_threads=1):
         n_threads = 1
     n_split = n_key_splits(n_page, n_kv_head, n_threads)
     counter = np.zeros(1, np.int64)
-    if n_threads == 1:
+    for _thread in prange(n_threads):
         _score_pieces(counter, q, hi, lo, n_page, n_kv_head, scale, out, n_split)
-    else:
-        for _thread in prange(n_threads):
-            _score_pieces(counter, q, hi, lo, n_page, n_kv_head, scale, out, n_split)
 
 
 @njit(cache=True, nogil=True)
@@ -222,8 +216,7 @@ def _select_of_heads(counter, scores, n_page, n_best, page, n, n_sinks, softcap,
     pooled = np.empty(n_page, np.float32)
     keys = np.empty(n_page, np.int32)
     chosen = np.empty(n_page, np.int32)
-    kv_head = next_task(counter)
-    while kv_head < n_kv_head:
+    for kv_head in tasks_of(counter, n_kv_head):
         pool_softmax(scores[kv_head * group : (kv_head + 1) * group], n_page, softcap, pooled)
         order_keys(pooled, keys, n_page)
         select_largest(keys, n_page, n_best, chosen)
@@ -239,7 +232,6 @@ def _select_of_heads(counter, scores, n_page, n_best, page, n, n_sinks, softcap,
             idx[kv_head, at] = j
             at += 1
         counts[kv_head] = at
-        kv_head = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
@@ -253,13 +245,8 @@ def select_pages(scores, n_page, n_best, page, n, n_sinks, softcap, idx, counts,
     """
     counter = np.zeros(1, np.int64)
     n_best = min(n_best, n_page)
-    if n_threads == 1 or scores.shape[0] * n_page < ONE_THREAD_BELOW:
+    for _thread in prange(1 if scores.shape[0] * n_page < ONE_THREAD_BELOW else n_threads):
         _select_of_heads(counter, scores, n_page, n_best, page, n, n_sinks, softcap, idx, counts)
-    else:
-        for _thread in prange(n_threads):
-            _select_of_heads(
-                counter, scores, n_page, n_best, page, n, n_sinks, softcap, idx, counts
-            )
 
 
 def select_pages_ref(scores, n_kv_head, n_best, page, n, n_sinks, softcap=0.0):

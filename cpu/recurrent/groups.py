@@ -46,7 +46,8 @@ def _run_group(b, n, corrects, state, n_blocks, n_keys, q, k, v, out, factors):
     def element(rows: ir.Value, at: ir.Value, c: int) -> ir.Value:
         return splat(b, load(b, F32, b.add(rows, at), 4 * ROW * c))
 
-    def block(j, carried):
+    @llvm.every(b, n_blocks)
+    def block(j):
         columns = b.add(state, b.mul(j, b.mul(n_keys, I64(4 * LANES))))
         lanes = b.mul(j, I64(4 * LANES))
 
@@ -77,16 +78,13 @@ def _run_group(b, n, corrects, state, n_blocks, n_keys, q, k, v, out, factors):
         weights = [b.fmul(factor(2 * n + s), deltas[s]) for s in range(n)]
         decay = factor(n - 1)
 
-        def update(i, carried):
+        @llvm.every(b, n_keys)
+        def update(i):
             place = b.add(columns, b.mul(i, I64(4 * LANES)))
             row, at = b.fmul(load(b, VF, place), decay), b.mul(i, I64(4))
             for s in range(n):
                 row = llvm.fma(b, element(k, at, s), weights[s], row)
             llvm.store(b, row, place)
-
-        llvm.loop(b, I64(0), n_keys, 1, [], update)
-
-    llvm.loop(b, I64(0), n_blocks, 1, [], block)
 
 
 @emitter(returns=types.float32)

@@ -136,13 +136,12 @@ def _rounded(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 def _pack_turned(b, turned, n_words, tile):
     """Rounds rotated f32 (4 words, 16) within 127 to a tile of bytes (words, 16, 4); addresses."""
 
-    def word(w, carried):
+    @llvm.every(b, n_words)
+    def word(w):
         at = b.add(turned, b.mul(w, I64(4 * byte_scores.LINE)))
         columns = [_rounded(b, load(b, VF, at, byte_scores.LINE * i)) for i in range(4)]
         lanes = b.xor(_packed(b, columns), const(I32, 0x80808080 - (1 << 32)))
         llvm.store(b, lanes, b.add(tile, b.mul(w, I64(byte_scores.LINE))))
-
-    llvm.loop(b, I64(0), n_words, 1, [], word)
 
 
 @emitter(n_rows=range(1, byte_scores.MAX_QUERIES + 1), unit=types.float32)

@@ -17,7 +17,7 @@ from sparsekv_cli.cpu.attention.decode import (
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_ROW, V_HEAD, V_ROW, K, V, listed_rows
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import keep, next_task
+from sparsekv_cli.cpu.jit.llvm import keep, tasks_of
 from sparsekv_cli.cpu.jit.pointers import integer_pointer
 from sparsekv_cli.cpu.sals.latent import (
     PIECE,
@@ -75,8 +75,7 @@ def _first_tasks(counter, this, work, buffer):
     latents, n_kv, n_latent, softcap = this.latents, this.n_kv, this.n_latent, this.softcap
     n_spans = len(work.words) if this.by_head else 0
     words, factors = work.words, work.factors
-    task = next_task(counter)
-    while task < n_kv + n_spans:
+    for task in tasks_of(counter, n_kv + n_spans):
         span = task - n_kv
         if span < 0:
             rows = listed_rows(this.exact, task, this.exact_rows.ctypes.data, this.n_exact)
@@ -91,7 +90,6 @@ def _first_tasks(counter, this, work, buffer):
                 span, words, factors, latents, n_latent, softcap, work.peaks[span],
                 work.masses[span],
             )  # fmt: skip
-        task = next_task(counter)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -103,8 +101,7 @@ def _score_tasks(counter, this, work, weight):
     """
     latents, n_latent, n_front, n_back = this.latents, this.n_latent, this.n_front, this.n_back
     words, factors, bias, keys = work.words, work.factors, work.bias, work.keys
-    chunk = next_task(counter)
-    while chunk * CHUNK < n_latent:
+    for chunk in tasks_of(counter, (n_latent + CHUNK - 1) // CHUNK):
         start, stop = chunk * CHUNK, min(n_latent, (chunk + 1) * CHUNK)
         importance(start, stop, words, factors, bias, this.softcap, latents, weight)
         for j in range(start, min(n_front, stop)):
@@ -112,7 +109,6 @@ def _score_tasks(counter, this, work, weight):
         for j in range(max(start, n_latent - n_back), stop):
             weight[j - start] = np.float32(np.inf)
         order_keys(weight, keys[start:stop], stop - start)
-        chunk = next_task(counter)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -121,12 +117,11 @@ def _reconstruct_tasks(counter, this, work):
     basis, latents, rows, n_threads = this.basis, this.latents, _rows(this.rows), this.n_threads
     n, slots = this.n_new[0], work.missing_slots
     missing = work.missing[:n]
-    start = next_task(counter) * PIECE
-    while start < n:
+    for piece in tasks_of(counter, (n + PIECE - 1) // PIECE):
+        start = piece * PIECE
         stop, following = min(n, start + PIECE), start + n_threads * PIECE
         prefetch_rows(missing[following : following + PIECE], latents)
         reconstruct_rows(missing[start:stop], slots[start:stop], basis, latents, rows)
-        start = next_task(counter) * PIECE
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -134,13 +129,11 @@ def _attend_tasks(counter, this, work, buffer):
     """Runs tasks, each a kv head and a piece of the chosen rows: computes their softmax state."""
     no_sinks, slots = this.sinks[:0], work.slots
     n_piece = len(work.peak) - 1
-    task = next_task(counter)
-    while task < n_piece * this.n_kv:
+    for task in tasks_of(counter, n_piece * this.n_kv):
         g, piece = task // n_piece, task % n_piece
         first, last = piece * len(slots) // n_piece, (piece + 1) * len(slots) // n_piece
         rows = listed_rows(this.rows, g, slots[first:].ctypes.data, last - first)
         _attend(work, g, this.n_kv, rows, this.softcap, no_sinks, piece + 1, buffer)
-        task = next_task(counter)
 
 
 @njit(cache=True, nogil=True)

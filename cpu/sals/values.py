@@ -109,27 +109,24 @@ def read_head(b, bits, source, d_v, out):
     """Writes one token's values of one kv head as f16 to ``out``; d_v is rounded up to 16."""
     if bits == 16:
 
-        def copy(c, carried):
+        @llvm.every(b, d_v, LANES)
+        def copy(c):
             at = b.mul(c, I64(2))
             llvm.store(b, load(b, llvm.vec(F16), b.add(source, at)), b.add(out, at))
 
-        llvm.loop(b, I64(0), d_v, LANES, [], copy)
         return
 
-    def read_group(n_halves):
-        def read(c, carried):
-            block = b.add(source, b.mul(b.sdiv(c, I64(GROUP)), I64(4 + 4 * bits)))
-            scale = splat(b, b.fpext(load(b, F16, block), F32))
-            minimum = splat(b, b.fpext(load(b, F16, block, 2), F32))
-            for half in range(n_halves):
-                value = llvm.fma(b, _codes(b, bits, block, half), scale, minimum)
-                at = b.add(out, b.mul(c, I64(2)))
-                llvm.store(b, b.fptrunc(value, llvm.vec(F16)), at, 2 * LANES * half)
-
-        return read
+    def read_group(c, n_halves):
+        block = b.add(source, b.mul(b.sdiv(c, I64(GROUP)), I64(4 + 4 * bits)))
+        scale = splat(b, b.fpext(load(b, F16, block), F32))
+        minimum = splat(b, b.fpext(load(b, F16, block, 2), F32))
+        for half in range(n_halves):
+            value = llvm.fma(b, _codes(b, bits, block, half), scale, minimum)
+            at = b.add(out, b.mul(c, I64(2)))
+            llvm.store(b, b.fptrunc(value, llvm.vec(F16)), at, 2 * LANES * half)
 
     rest = b.srem(d_v, I64(GROUP))
     ends_early = b.icmp_signed("<=", rest, I64(LANES))
     whole = b.sub(d_v, b.select(ends_early, rest, I64(0)))
-    llvm.loop(b, I64(0), whole, GROUP, [], read_group(2))
-    llvm.loop(b, whole, d_v, GROUP, [], read_group(1))
+    llvm.loop(b, I64(0), whole, GROUP, [], lambda c, _: read_group(c, 2))
+    llvm.loop(b, whole, d_v, GROUP, [], lambda c, _: read_group(c, 1))

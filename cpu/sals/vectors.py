@@ -90,7 +90,8 @@ def cos_sin(b, turns, factor, count, cosines, sines):
     factors = splat(b, factor)
     full_turn, one = const(F32, 2 * math.pi), const(I32, 1)
 
-    def body(j, carried):
+    @llvm.every(b, count, LANES)
+    def body(j):
         t = b.fmul(load(b, VD, b.add(turns, b.mul(j, I64(8)))), factors)
         t = b.fsub(t, llvm.call_named(b, "llvm.rint.v16f64", VD, t))
         t = b.fptrunc(t, VF)  # turns, -0.5 to 0.5
@@ -117,8 +118,6 @@ def cos_sin(b, turns, factor, count, cosines, sines):
             value = b.bitcast(b.select(swapped, swap, plain), VI)
             llvm.store(b, b.bitcast(b.xor(value, flip), VF), b.add(target, b.mul(j, I64(4))))
 
-    llvm.loop(b, I64(0), count, LANES, [], body)
-
 
 @emitter(a=types.float32, b=types.float32)
 def rotate_pair(builder, a, b, cosines, sines, out_a, out_b):
@@ -143,23 +142,21 @@ def rotate_row(b, x, n_pairs, cosines, sines, scale):
     """
     other = b.add(x, b.mul(n_pairs, I64(4)))
 
-    def turn(type_, factor):
-        def body(i, carried):
-            at = b.mul(i, I64(4))
-            first, second = (load(b, type_, b.add(part, at)) for part in (x, other))
-            cosine, sine = (
-                b.fmul(load(b, type_, b.add(table, at)), factor) for table in (cosines, sines)
-            )
-            left = llvm.fma(b, b.fneg(second), sine, b.fmul(first, cosine))
-            right = llvm.fma(b, second, cosine, b.fmul(first, sine))
-            llvm.store(b, left, b.add(x, at))
-            llvm.store(b, right, b.add(other, at))
-
-        return body
+    def turn(i, type_, factor):
+        at = b.mul(i, I64(4))
+        first, second = (load(b, type_, b.add(part, at)) for part in (x, other))
+        cosine, sine = (
+            b.fmul(load(b, type_, b.add(table, at)), factor) for table in (cosines, sines)
+        )
+        left = llvm.fma(b, b.fneg(second), sine, b.fmul(first, cosine))
+        right = llvm.fma(b, second, cosine, b.fmul(first, sine))
+        llvm.store(b, left, b.add(x, at))
+        llvm.store(b, right, b.add(other, at))
 
     whole = b.sub(n_pairs, b.srem(n_pairs, I64(LANES)))
-    llvm.loop(b, I64(0), whole, LANES, [], turn(VF, splat(b, scale)))
-    llvm.loop(b, whole, n_pairs, 1, [], turn(F32, scale))
+    factors = splat(b, scale)
+    llvm.loop(b, I64(0), whole, LANES, [], lambda i, _: turn(i, VF, factors))
+    llvm.loop(b, whole, n_pairs, 1, [], lambda i, _: turn(i, F32, scale))
 
 
 @emitter
@@ -167,22 +164,20 @@ def scale_lanes(b, x, n_rows, factors):
     """x[i, :16] *= factors[:16] for i < n_rows; f32, addresses."""
     lanes = load(b, VF, factors)
 
-    def body(i, carried):
+    @llvm.every(b, n_rows)
+    def body(i):
         at = b.add(x, b.mul(i, I64(4 * LANES)))
         llvm.store(b, b.fmul(load(b, VF, at), lanes), at)
-
-    llvm.loop(b, I64(0), n_rows, 1, [], body)
 
 
 @emitter
 def gather_words(b, source, step, count, target):
     """target[i] = the int32 at source + i step, i < count; addresses."""
 
-    def body(i, carried):
+    @llvm.every(b, count)
+    def body(i):
         value = load(b, I32, b.add(source, b.mul(i, step)))
         llvm.store(b, value, b.add(target, b.mul(i, I64(4))))
-
-    llvm.loop(b, I64(0), count, 1, [], body)
 
 
 @emitter(scale=types.float32)
@@ -193,38 +188,35 @@ def join_bytes(b, high, low, scale, count, target):
     """
     lanes, scale = llvm.vec(llvm.I8), b.fdiv(scale, F32(256.0))
 
-    def body(i, carried):
+    @llvm.every(b, count, LANES)
+    def body(i):
         x = b.shl(b.zext(load(b, lanes, b.add(high, i)), VI), const(I32, 8))
         x = b.add(x, b.sext(load(b, lanes, b.add(low, i)), VI))
         x = b.sub(x, const(I32, 128 << 8))
         x = b.fmul(b.sitofp(x, VF), splat(b, scale))
         llvm.store(b, x, b.add(target, b.mul(i, I64(4))))
 
-    llvm.loop(b, I64(0), count, LANES, [], body)
-
 
 @emitter
 def scatter_words(b, source, count, target, step):
     """The int32 at target + i step = source[i], i < count; addresses."""
 
-    def body(i, carried):
+    @llvm.every(b, count)
+    def body(i):
         value = load(b, I32, b.add(source, b.mul(i, I64(4))))
         llvm.store(b, value, b.add(target, b.mul(i, step)))
-
-    llvm.loop(b, I64(0), count, 1, [], body)
 
 
 @emitter
 def scatter_halves(b, source, count, target, step):
     """The f16 at target + i step = f32 source[i] cut to +-65504, i < count; addresses."""
 
-    def body(j, carried):
+    @llvm.every(b, count)
+    def body(j):
         value = load(b, F32, b.add(source, b.mul(j, I64(4))))
         value = llvm.call_named(b, "llvm.maxnum.f32", F32, value, F32(-65504.0))
         value = llvm.call_named(b, "llvm.minnum.f32", F32, value, F32(65504.0))
         llvm.store(b, b.fptrunc(value, F16), b.add(target, b.mul(j, step)))
-
-    llvm.loop(b, I64(0), count, 1, [], body)
 
 
 @emitter(returns=types.float32, value=types.float32)

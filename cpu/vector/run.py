@@ -4,20 +4,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, prange, types
-from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import keep
-from sparsekv_cli.cpu.jit.pointers import LINE, call_through, function_address, integer_pointer
+from sparsekv_cli.cpu.jit.pointers import LINE, caller, function_address, integer_pointer
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.vector.fields import KernelFields
 from sparsekv_cli.cpu.vector.views import room, zeroed
 
-
-@intrinsic
-def _call(typingctx, function, at, task, counter, shared, own):
-    """Calls a function through its address, so that it is optimised once, outside the loop."""
-    return call_through(5)
+# Calls a function through its address, so that it is optimised once, outside the loop.
+_call = caller(lambda at, task, counter, shared, own: None)
 
 
 class RunMemory(NamedTuple):
@@ -56,7 +52,7 @@ def run(function, n_threads, at, task, memory):
     """Calls ``function(at, task, counter, shared, own)`` in each thread.
 
     All arguments but the task, a number, are addresses. function: see ``function_address``. at: of
-    a record of KernelFields. counter: of int64 (1,), which is 0 (``next_task``). memory: a
+    a record of KernelFields. counter: of int64 (1,), which is 0 (``tasks_of``). memory: a
     RunMemory for n_threads. A kernel with several tasks runs them with the same memory.
     """
     carray(integer_pointer(memory.counter), 1)[0] = 0

@@ -13,14 +13,13 @@ from functools import cache, partial
 import numpy as np
 from llvmlite import ir
 from numba import prange, types
-from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.bf16 import narrowed, widened
 from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F16, F32, I16, I64, LANES, VF, const, load
-from sparsekv_cli.cpu.jit.pointers import address, call_through, function_address
+from sparsekv_cli.cpu.jit.pointers import address, caller, function_address
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.weights.block import BlockFormat
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
@@ -114,21 +113,20 @@ def _row_dequantize(b, code, target, w, out, n):
     size = TARGET_BYTES[target]
     n_blocks = b.sdiv(n, I64(format_.n_elements))
 
-    def body(block: ir.Value, carried: list[ir.Value]) -> None:
+    @llvm.every(b, n_blocks)
+    def body(block: ir.Value) -> None:
         p = b.add(w, b.mul(block, I64(format_.n_bytes)))
         at = b.add(out, b.mul(block, I64(size * format_.n_elements)))
         for i, values in enumerate(format_.floats(b, p)):
             llvm.store(b, _narrow(b, values, target), at, size * LANES * i)
 
-    llvm.loop(b, I64(0), n_blocks, 1, [], body)
     if format_.name in PLAIN_FLOATS:
 
-        def tail(i: ir.Value, carried: list[ir.Value]) -> None:
+        @llvm.every(b, n, 1, b.mul(n_blocks, I64(LANES)))
+        def tail(i: ir.Value) -> None:
             p = b.add(w, b.mul(i, I64(format_.n_bytes // LANES)))
             value = _scalar_weight(b, format_, p)
             llvm.store(b, _narrow(b, value, target), b.add(out, b.mul(i, I64(size))))
-
-        llvm.loop(b, b.mul(n_blocks, I64(LANES)), n, 1, [], tail)
 
 
 @njit(cache=True, nogil=True)
@@ -157,12 +155,7 @@ def rows_dequantize(code, target, w, row_bytes, n_columns, out, out_row_bytes, f
         _row_dequantize(code, target, w + row * row_bytes, out + row * out_row_bytes, n_columns)
 
 
-@intrinsic
-def call_rows(
-    typingctx, kernel, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, first, last
-):  # fmt: skip
-    """Calls a ``rows_dot`` kernel by its address (see ``kernel_address``)."""
-    return call_through(10, n_literals=2)
+call_rows, call_dequantize = caller(rows_dot, 2), caller(rows_dequantize, 2)
 
 
 @cache
@@ -182,11 +175,6 @@ def dequantize_address(code: int, target: int) -> int:
     """Returns the address of ``rows_dequantize`` for a format and a target (TO_F32, ...)."""
     signature = (types.literal(code), types.literal(target)) + (types.int64,) * 7
     return function_address(rows_dequantize, signature)
-
-
-@intrinsic
-def call_dequantize(typingctx, kernel, w, row_bytes, n_columns, out, out_row_bytes, first, last):
-    return call_through(7, n_literals=2)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)

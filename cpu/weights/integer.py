@@ -86,7 +86,8 @@ def quantize_activations(b, n_planes, x, out, n):
     """
     places = vnni.inputs_at(b, out, n, n_planes)
 
-    def body(i, carried):
+    @llvm.every(b, n, BLOCK)
+    def body(i):
         block = round_block(b, b.add(x, b.mul(i, I64(4))), LARGEST[n_planes])
         for h, half in enumerate(block.halves):
             _store_values(b, b.fptosi(half, VI), places, b.add(i, I64(LANES * h)))
@@ -95,8 +96,6 @@ def quantize_activations(b, n_planes, x, out, n):
         at = b.sdiv(b.mul(i, I64(4)), I64(BLOCK))
         llvm.store(b, block.scale, b.add(places.scales, at))
         llvm.store(b, b.fadd(*block.sums), b.add(places.sums32, at))
-
-    llvm.loop(b, I64(0), n, BLOCK, [], body)
 
 
 def _store_values(b: ir.IRBuilder, q: ir.Value, places: vnni.ByteInputs, i: ir.Value) -> None:
