@@ -13,19 +13,32 @@ from sparsekv_cli.kernels.weights.packed import FLOATS, PACKINGS, PackedMatrix
 
 MAX_BATCH = matmul.BATCH
 MAX_FUSED = 2  # most vectors for matvec; for more, tensor cores take less time on an H200
+# Whether a word's two fields become neighbours of one product of tensor cores, with half of the
+# instructions a weight. No GPU has compared it: scripts/gpu/first does.
+JOINED = False
 MAX_INPUTS = 16384  # most numbers of these vectors, because each program rounds all of them
 
 
-def multiply(w: PackedMatrix, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def multiply(
+    w: PackedMatrix,
+    x: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    joined: bool = JOINED,
+) -> torch.Tensor:
     """Returns x W^T, f32 (B, rows), for x (B, columns) f32, f16 or bf16, B from 1 to 16.
 
     Up to MAX_FUSED vectors and MAX_INPUTS numbers, inputs are rounded to 16 bits relative to the
     largest of 32 (of 16 with Q8_0). For plain floats they are not rounded. For more vectors,
     weights and inputs are rounded to 11 bits. Sums are f32. If an input is not finite, all outputs
-    of its vector are NaN. out: f32 (B, rows), any strides of rows.
+    of its vector are NaN. out: f32 (B, rows), any strides of rows. joined: see ``JOINED``. With few
+    vectors, and of plain floats, both ways are one.
     """
     out = _checked(x, w.n_columns, w.n_rows, w.low.device, out)
-    (matvec.matvec if _are_few(x) else matmul.matmul)(w, x, out)
+    if _are_few(x):
+        matvec.matvec(w, x, out)
+    else:
+        matmul.matmul(w, x, out, joined)
     return out
 
 
@@ -40,7 +53,12 @@ def can_pair(w: PackedMatrix, w_2: PackedMatrix) -> bool:
 
 
 def multiply_pair(
-    w: PackedMatrix, w_2: PackedMatrix, x: torch.Tensor, out: torch.Tensor | None = None
+    w: PackedMatrix,
+    w_2: PackedMatrix,
+    x: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    joined: bool = JOINED,
 ) -> torch.Tensor:
     """Returns ``multiply`` of both matrices side by side, f32 (B, all rows), in one launch.
 
@@ -49,7 +67,10 @@ def multiply_pair(
     if not can_pair(w, w_2):
         raise ValueError(f"{w.name} and {w_2.name} do not go together: expected two of 4 bits")
     out = _checked(x, w.n_columns, w.n_rows + w_2.n_rows, w.low.device, out)
-    (matvec.matvec_pair if _are_few(x) else matmul.matmul_pair)(w, w_2, x, out)
+    if _are_few(x):
+        matvec.matvec_pair(w, w_2, x, out)
+    else:
+        matmul.matmul_pair(w, w_2, x, out, joined)
     return out
 
 

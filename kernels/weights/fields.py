@@ -91,6 +91,14 @@ def field_pair(
     low, high, K: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, ZERO: tl.constexpr
 ):  # fmt: skip
     """Returns two fields of each word minus ZERO, f16: K and K + 4, or K and K + 2 if of 8 bits."""
+    first, second = halves(_field_word(low, high, K, LOW_BITS, HIGH_BITS) | 0x64006400)
+    base = tl.full([], -1024.0 - ZERO, tl.float16)  # a half is 1024 + field
+    return first + base, second + base
+
+
+@triton.jit
+def _field_word(low, high, K: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr):
+    """Returns two fields of each word, in its two halves."""
     word = low
     if K > 0:
         word = low >> (LOW_BITS * K)
@@ -101,9 +109,40 @@ def field_pair(
         left: tl.constexpr = 4 - HIGH_BITS * K
         moved = both << left if left >= 0 else both >> -left
         word |= moved & (0x00100010 if HIGH_BITS == 1 else 0x00300030)
-    first, second = halves(word | 0x64006400)  # 1024 + field
-    base = tl.full([], -1024.0 - ZERO, tl.float16)
-    return first + base, second + base
+    return word
+
+
+@triton.jit
+def _subtract_scale_add_ref(x, base, scale, second):
+    """Returns (x - base) scale + second of f16."""
+    return (x - base) * scale + second
+
+
+@triton.jit
+def _subtract_scale_add_ptx(x, base, scale, second):
+    """``_subtract_scale_add_ref`` of two f16 at once, with two instructions."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; sub.rn.f16x2 t, $1, $2; fma.rn.f16x2 $0, t, $3, $4; }", "=r,r,r,r,r",
+        [x, base, scale, second], dtype=tl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+subtract_scale_add = _subtract_scale_add_ref if INTERPRETED else _subtract_scale_add_ptx
+
+
+@triton.jit
+def joined_fields(
+    low, high, scale, second, K: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+):  # fmt: skip
+    """Returns weights f16 (rows, 2 words): both fields of ``field_pair`` of a word side by side.
+
+    Tensor cores take two neighbours in one register, and a word has both of them in its halves.
+    scale, second (rows, 2 words): a weight is (field - ZERO) scale + second.
+    """
+    first, other = halves(_field_word(low, high, K, LOW_BITS, HIGH_BITS) | 0x64006400)
+    base = tl.full(scale.shape, 1024.0 + ZERO, tl.float16)
+    return subtract_scale_add(tl.interleave(first, other), base, scale, second)
 
 
 @triton.jit

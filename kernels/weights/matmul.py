@@ -12,6 +12,7 @@ from sparsekv_cli.kernels.weights.fields import (
     constants_of,
     field_pair,
     group_values,
+    joined_fields,
     load_scales,
     planes_of,
     wide_bits,
@@ -30,17 +31,21 @@ PEAK = 2048.0  # largest input of a vector as f16
 def _to_f16_kernel(
     x_ptr, out_ptr, scale_ptr, n_columns, stride_xb,
     BLOCK: tl.constexpr, FIELDS: tl.constexpr, UNITS: tl.constexpr, PEAK: tl.constexpr,
+    JOINED: tl.constexpr,
 ):  # fmt: skip
     """Writes a vector times 1 / scale as f16, in steps of UNITS units: by field, unit and word.
 
-    Elements after the last column are 0.
+    JOINED: by pair of fields, unit, word and field. Elements after the last column are 0.
     """
     b = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     SIZE: tl.constexpr = 4 * FIELDS * UNITS
     within = at % SIZE
-    unit = at // SIZE * UNITS + within % (4 * UNITS) // 4
-    column = unit * (4 * FIELDS) + within // (4 * UNITS) * 4 + within % 4
+    field, word = within // (4 * UNITS), within % (4 * UNITS)
+    if JOINED:
+        field = within // (8 * UNITS) + within % 2 * (FIELDS // 2)
+        word = within % (8 * UNITS) // 2
+    column = (at // SIZE * UNITS + word // 4) * (4 * FIELDS) + field * 4 + word % 4
     x = tl.load(x_ptr + b * stride_xb + column, mask=column < n_columns, other=0).to(tl.float32)
     peak = tl.max(tl.abs(x), 0)
     damage = tl.sum(x * 0.0, 0)  # NaN if one of x is NaN or infinite
@@ -56,15 +61,15 @@ def _multiply_rows(
     first, n_batch, n_rows, n_unit, units_a_part, stride_xb, stride_op, stride_ob,
     BATCH: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, LOW_BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr, ZERO: tl.constexpr, HALVES: tl.constexpr, MINIMUM: tl.constexpr,
-    SUPER: tl.constexpr,
+    SUPER: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies a part of the columns of ROWS rows from ``first`` on."""
+    """Multiplies a part of the columns of ROWS rows from ``first`` on. JOINED: see dot.py."""
     FIELDS: tl.constexpr = 32 // LOW_BITS
     SPLIT: tl.constexpr = 32 // (4 * FIELDS)
     part = tl.program_id(1)
     row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     batch = tl.arange(0, BATCH)
-    word, word_of_x = tl.arange(0, 4 * UNITS)[None, :], tl.arange(0, 4 * UNITS)[:, None]
+    word = tl.arange(0, 4 * UNITS)[None, :]
     unit = tl.arange(0, UNITS)[None, :]
     n_group = n_unit // SPLIT
     stop = tl.minimum(n_unit, (part + 1) * units_a_part)
@@ -81,22 +86,29 @@ def _multiply_rows(
             (start + unit < stop) & (row < n_rows), SUPER,
         )  # fmt: skip
         scale, second = group_values(of_group, of_super, HALVES, MINIMUM, SUPER)
-        scale = _a_word(scale.to(tl.float16), ROWS, UNITS)
-        second = _a_word(second.to(tl.float16), ROWS, UNITS)
-        x_at = x_ptr + batch[None, :] * stride_xb + start * (4 * FIELDS) + word_of_x
+        scale, second = scale.to(tl.float16), second.to(tl.float16)
+        x_at = x_ptr + batch[None, :] * stride_xb + start * (4 * FIELDS)
         has_x = batch[None, :] < n_batch
-        for i in tl.static_range(FIELDS // 2):
-            one, two = field_pair(low, high, i, LOW_BITS, HIGH_BITS, ZERO)
-            if HALVES == 2:
-                one, two = one * scale, two * second
-            elif MINIMUM:
-                one, two = one * scale + second, two * scale + second
-            else:
-                one, two = one * scale, two * scale
-            x_one = tl.load(x_at + 4 * UNITS * i, mask=has_x, other=0)
-            x_two = tl.load(x_at + 4 * UNITS * (i + FIELDS // 2), mask=has_x, other=0)
-            sums = tl.dot(one, x_one, sums)
-            sums = tl.dot(two, x_two, sums)
+        if JOINED:
+            sums = _add_joined(
+                sums, low, high, scale, second, x_at, has_x, ROWS, UNITS, LOW_BITS, HIGH_BITS, ZERO,
+                HALVES,
+            )  # fmt: skip
+        else:
+            scale, second = _a_word(scale, ROWS, UNITS, 4), _a_word(second, ROWS, UNITS, 4)
+            x_at += tl.arange(0, 4 * UNITS)[:, None]
+            for i in tl.static_range(FIELDS // 2):
+                one, two = field_pair(low, high, i, LOW_BITS, HIGH_BITS, ZERO)
+                if HALVES == 2:
+                    one, two = one * scale, two * second
+                elif MINIMUM:
+                    one, two = one * scale + second, two * scale + second
+                else:
+                    one, two = one * scale, two * scale
+                x_one = tl.load(x_at + 4 * UNITS * i, mask=has_x, other=0)
+                x_two = tl.load(x_at + 4 * UNITS * (i + FIELDS // 2), mask=has_x, other=0)
+                sums = tl.dot(one, x_one, sums)
+                sums = tl.dot(two, x_two, sums)
     is_batch = batch[None, :] < n_batch
     sums *= tl.load(x_scale_ptr + batch[None, :], mask=is_batch, other=0)
     at = part.to(tl.int64) * stride_op + batch[None, :] * stride_ob + row
@@ -109,12 +121,12 @@ def _matmul_kernel(
     n_batch, n_rows, n_unit, units_a_part, stride_xb, stride_op, stride_ob,
     BATCH: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, LOW_BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr, ZERO: tl.constexpr, HALVES: tl.constexpr, MINIMUM: tl.constexpr,
-    SUPER: tl.constexpr,
+    SUPER: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     _multiply_rows(
         low_ptr, high_ptr, scale_ptr, super_ptr, x_ptr, x_scale_ptr, out_ptr,
         tl.program_id(0) * ROWS, n_batch, n_rows, n_unit, units_a_part, stride_xb, stride_op,
-        stride_ob, BATCH, ROWS, UNITS, LOW_BITS, HIGH_BITS, ZERO, HALVES, MINIMUM, SUPER,
+        stride_ob, BATCH, ROWS, UNITS, LOW_BITS, HIGH_BITS, ZERO, HALVES, MINIMUM, SUPER, JOINED,
     )  # fmt: skip
 
 
@@ -125,8 +137,8 @@ def _matmul_pair_kernel(
     n_batch, n_rows, n_rows_2, n_unit, n_program, units_a_part, stride_xb, stride_op, stride_ob,
     BATCH: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, LOW_BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr, ZERO: tl.constexpr, HALVES: tl.constexpr, MINIMUM: tl.constexpr,
-    SUPER: tl.constexpr, HIGH_BITS_2: tl.constexpr, ZERO_2: tl.constexpr, HALVES_2: tl.constexpr,
-    MINIMUM_2: tl.constexpr, SUPER_2: tl.constexpr,
+    SUPER: tl.constexpr, JOINED: tl.constexpr, HIGH_BITS_2: tl.constexpr, ZERO_2: tl.constexpr,
+    HALVES_2: tl.constexpr, MINIMUM_2: tl.constexpr, SUPER_2: tl.constexpr,
 ):  # fmt: skip
     """The first n_program programs multiply one matrix, the others the second one."""
     program = tl.program_id(0)
@@ -134,22 +146,42 @@ def _matmul_pair_kernel(
         _multiply_rows(
             low_ptr, high_ptr, scale_ptr, super_ptr, x_ptr, x_scale_ptr, out_ptr, program * ROWS,
             n_batch, n_rows, n_unit, units_a_part, stride_xb, stride_op, stride_ob, BATCH, ROWS,
-            UNITS, LOW_BITS, HIGH_BITS, ZERO, HALVES, MINIMUM, SUPER,
+            UNITS, LOW_BITS, HIGH_BITS, ZERO, HALVES, MINIMUM, SUPER, JOINED,
         )  # fmt: skip
     else:
         _multiply_rows(
             low_2_ptr, high_2_ptr, scale_2_ptr, super_2_ptr, x_ptr, x_scale_ptr, out_2_ptr,
             (program - n_program) * ROWS, n_batch, n_rows_2, n_unit, units_a_part, stride_xb,
             stride_op, stride_ob, BATCH, ROWS, UNITS, LOW_BITS, HIGH_BITS_2, ZERO_2, HALVES_2,
-            MINIMUM_2, SUPER_2,
+            MINIMUM_2, SUPER_2, JOINED,
         )  # fmt: skip
 
 
 @triton.jit
-def _a_word(values, ROWS: tl.constexpr, UNITS: tl.constexpr):
-    """Repeats values (ROWS, UNITS) for the four words of a unit: (ROWS, 4 UNITS)."""
-    wide = tl.broadcast_to(values[:, :, None], (ROWS, UNITS, 4))
-    return tl.reshape(wide, (ROWS, 4 * UNITS))
+def _a_word(values, ROWS: tl.constexpr, UNITS: tl.constexpr, N: tl.constexpr):
+    """Repeats values (ROWS, UNITS) N times each: (ROWS, N UNITS)."""
+    wide = tl.broadcast_to(values[:, :, None], (ROWS, UNITS, N))
+    return tl.reshape(wide, (ROWS, N * UNITS))
+
+
+@triton.jit
+def _add_joined(
+    sums, low, high, scale, second, x_at, has_x,
+    ROWS: tl.constexpr, UNITS: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr,
+    ZERO: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """Adds the products of a step. Weights are unpacked where tensor cores read them."""
+    if HALVES == 2:  # each half of a word has its own scale
+        scale = tl.interleave(_a_word(scale, ROWS, UNITS, 4), _a_word(second, ROWS, UNITS, 4))
+        second = tl.zeros_like(scale)
+    else:
+        scale, second = _a_word(scale, ROWS, UNITS, 8), _a_word(second, ROWS, UNITS, 8)
+    x_at += tl.arange(0, 8 * UNITS)[:, None]
+    for i in tl.static_range(16 // LOW_BITS):
+        weights = joined_fields(low, high, scale, second, i, LOW_BITS, HIGH_BITS, ZERO)
+        x = tl.load(x_at + 8 * UNITS * i, mask=has_x, other=0)
+        sums = tl.dot(weights, x, sums)
+    return sums
 
 
 @triton.jit
@@ -197,7 +229,9 @@ def _parts(n_program: int, n_step: int) -> tuple[int, int]:
     return steps, -(-n_step // steps)
 
 
-def _to_f16(x: torch.Tensor, n_column: int, n_field: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _to_f16(
+    x: torch.Tensor, n_column: int, n_field: int, joined: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the inputs as a kernel reads them, f16 (B, n_column), and their scales f32 (B,)."""
     n_batch, device = x.shape[0], x.device
     inputs = torch.empty(n_batch, n_column, dtype=torch.float16, device=device)
@@ -205,7 +239,7 @@ def _to_f16(x: torch.Tensor, n_column: int, n_field: int) -> tuple[torch.Tensor,
     block = triton.next_power_of_2(n_column)
     _to_f16_kernel[(n_batch,)](
         x, inputs, scales, x.shape[1], x.stride(0), BLOCK=block, FIELDS=n_field, UNITS=UNITS,
-        PEAK=PEAK, num_warps=min(16, max(1, block // 512)),
+        PEAK=PEAK, JOINED=joined, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return inputs, scales
 
@@ -225,7 +259,7 @@ def _add_parts(parts: torch.Tensor, out: torch.Tensor) -> None:
         )
 
 
-def matmul(w: PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
+def matmul(w: PackedMatrix, x: torch.Tensor, out: torch.Tensor, joined: bool) -> None:
     """``multiply`` of weights/dot.py for up to BATCH vectors."""
     n_batch = x.shape[0]
     columns = 64 if w.name in FLOATS else UNITS * 128 // constants_of(w)["LOW_BITS"]
@@ -240,16 +274,18 @@ def matmul(w: PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
         )  # fmt: skip
     else:
         constants = constants_of(w)
-        inputs, scales = _to_f16(x, n_step * columns, 32 // constants["LOW_BITS"])
+        inputs, scales = _to_f16(x, n_step * columns, 32 // constants["LOW_BITS"], joined)
         _matmul_kernel[(n_program, n_part)](
             *planes_of(w), inputs, scales, parts, n_batch, w.n_rows, w.low.shape[1] // 4,
             steps * UNITS, inputs.stride(0), *parts.stride()[:2], BATCH=BATCH, ROWS=ROWS,
-            UNITS=UNITS, **constants, num_warps=WARPS, num_stages=STAGES,
+            UNITS=UNITS, JOINED=joined, **constants, num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
     _add_parts(parts, out)
 
 
-def matmul_pair(w: PackedMatrix, w_2: PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
+def matmul_pair(
+    w: PackedMatrix, w_2: PackedMatrix, x: torch.Tensor, out: torch.Tensor, joined: bool
+) -> None:
     """``multiply_pair`` of weights/dot.py for up to BATCH vectors."""
     constants, second = constants_of(w), constants_of(w_2)
     columns = UNITS * 128 // constants["LOW_BITS"]
@@ -257,12 +293,12 @@ def matmul_pair(w: PackedMatrix, w_2: PackedMatrix, x: torch.Tensor, out: torch.
     n_program, n_program_2 = (triton.cdiv(each.n_rows, ROWS) for each in (w, w_2))
     steps, n_part = _parts(n_program + n_program_2, n_step)
     parts = _room_for_parts(n_part, out)
-    inputs, scales = _to_f16(x, n_step * columns, 32 // constants["LOW_BITS"])
+    inputs, scales = _to_f16(x, n_step * columns, 32 // constants["LOW_BITS"], joined)
     second = {f"{name}_2": value for name, value in second.items() if name != "LOW_BITS"}
     _matmul_pair_kernel[(n_program + n_program_2, n_part)](
         *planes_of(w), *planes_of(w_2), inputs, scales, parts, parts[:, :, w.n_rows :],
         x.shape[0], w.n_rows, w_2.n_rows, w.low.shape[1] // 4, n_program, steps * UNITS,
-        inputs.stride(0), *parts.stride()[:2], BATCH=BATCH, ROWS=ROWS, UNITS=UNITS, **constants,
-        **second, num_warps=WARPS, num_stages=STAGES,
+        inputs.stride(0), *parts.stride()[:2], BATCH=BATCH, ROWS=ROWS, UNITS=UNITS, JOINED=joined,
+        **constants, **second, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     _add_parts(parts, out)

@@ -178,7 +178,7 @@ def operators() -> None:
 
 def products() -> None:
     import torch
-    from gpu_weights import BATCHES, FORMATS, SIZES, random_matrix
+    from gpu_weights import BATCHES, FORMATS, PAIR, PAIR_SIZES, SIZES, random_matrix
 
     from sparsekv_cli.kernels.weights import dot
 
@@ -187,6 +187,12 @@ def products() -> None:
             w = random_matrix(name, n_rows, n_columns, torch.device("cpu"))
             for n_batch in BATCHES:
                 dot.multiply(w, torch.zeros(n_batch, n_columns))
+    q, v = (
+        random_matrix(name, n, 4096, torch.device("cpu"))
+        for name, n in zip(PAIR, PAIR_SIZES, strict=True)
+    )
+    for n_batch in BATCHES:
+        dot.multiply_pair(q, v, torch.zeros(n_batch, 4096))
 
 
 def times() -> None:

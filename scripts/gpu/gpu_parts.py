@@ -20,7 +20,7 @@ from gpu_operators import SHAPES, Operator, OperatorInputs, Shape, cache_operato
 from gpu_references import compare
 from gpu_report import Row, Task
 from gpu_timing import copy_bandwidth, link_bandwidth, time_calls
-from gpu_weights import FORMATS, weight_rows
+from gpu_weights import FORMATS, pair_rows, weight_rows
 
 from sparsekv_cli.cache.counters import ledger_of
 from sparsekv_cli.cache.spec import Budget
@@ -149,6 +149,7 @@ class Bench:
         for name in FORMATS:
             rows = partial(weight_rows, name, self.device, self.tiny, self.bandwidth)
             yield Task("weights", name, rows)
+        yield Task("weights", "pair", partial(pair_rows, self.device, self.tiny, self.bandwidth))
 
     def operators(self) -> Iterator[Task]:
         """Attention of one layer; the shapes and depths that are claimed first."""

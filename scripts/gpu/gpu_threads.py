@@ -61,9 +61,12 @@ def rows_of(path: Path, n_threads: int, tiny: bool) -> Iterator[dict[str, Any]]:
             for spec in model.decoder.layer_specs()
         ]  # fmt: skip
         for depth in depths:
-            sequence, times = sequence_at(model, method, recorded, depth, n_steps + 4), []
-            if depth == 0:
+            if depth:
+                sequence = sequence_at(model, method, recorded, depth, n_steps + 4)
+            else:
+                sequence = model.sequence()
                 sequence.prefill([1])
+            times = []
             for step in range(-3, n_steps):
                 begin = time.perf_counter()
                 sequence.decode(1)

@@ -305,6 +305,10 @@ def weights_matmul() -> Launches:
         yield partial(dot.multiply, empty_matrix(name, 8192, 4096), torch.zeros(16, 4096))
     pair = empty_matrix("Q4_K", 5120, 4096), empty_matrix("Q6_K", 1024, 4096)
     yield partial(dot.multiply_pair, *pair, torch.zeros(16, 4096))
+    for name in ("Q4_K", "Q6_K", "Q8_0", "Q5_0"):
+        joined = partial(dot.multiply, empty_matrix(name, 8192, 4096), joined=True)
+        yield partial(joined, torch.zeros(16, 4096))
+    yield partial(dot.multiply_pair, *pair, torch.zeros(16, 4096), joined=True)
     # the columns in parts
     yield partial(dot.multiply, empty_matrix("Q4_K", 4096, 14336), torch.zeros(8, 14336))
 

@@ -52,8 +52,9 @@ def test_matvec(name, n_batch, n_rows, n_columns, device):
 def test_matvec_of_many_vectors(name, n_batch, n_rows, n_columns, device):
     packed, weights = matrix(name, n_rows, n_columns, device)
     x = inputs(n_batch, n_columns)
-    found = dot.multiply(packed, torch.from_numpy(x).to(device))
-    assert_close(found, x, weights, 2e-4)
+    for joined in (False, True):
+        found = dot.multiply(packed, torch.from_numpy(x).to(device), joined=joined)
+        assert_close(found, x, weights, 2e-4)
 
 
 @pytest.mark.parametrize("names", [("Q4_K", "Q6_K"), ("Q6_K", "Q4_0"), ("Q5_1", "Q5_0")])
@@ -69,7 +70,10 @@ def test_two_matrices_at_once(names, n_batch, n_rows, device, monkeypatch):
     found = dot.multiply_pair(first, second, given, wide[:, :n_all])
     assert_close(found, x, np.concatenate([w_1, w_2]), 4e-6 if n_batch < 3 else 2e-4)
     assert wide[:, n_all:].isnan().all()
-    if n_batch < 3:
+    if n_batch > 2:
+        joined = dot.multiply_pair(first, second, given, joined=True)
+        assert_close(joined, x, np.concatenate([w_1, w_2]), 2e-4)
+    else:
         apart = [dot.multiply(each, given) for each in (first, second)]
         assert torch.equal(found, torch.cat(apart, 1))
 
