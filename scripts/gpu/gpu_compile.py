@@ -186,7 +186,8 @@ def products() -> None:
         for _, n_rows, n_columns in SIZES:
             w = random_matrix(name, n_rows, n_columns, torch.device("cpu"))
             for n_batch in BATCHES:
-                dot.multiply(w, torch.zeros(n_batch, n_columns))
+                for joined in (False, True):
+                    dot.multiply(w, torch.zeros(n_batch, n_columns), joined=joined)
     q, v = (
         random_matrix(name, n, 4096, torch.device("cpu"))
         for name, n in zip(PAIR, PAIR_SIZES, strict=True)

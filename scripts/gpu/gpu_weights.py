@@ -76,6 +76,10 @@ def weight_rows(
         copies = [random_matrix(name, n_rows, n_columns, device) for _ in range(more)]
         for n_batch in (3,) if tiny else BATCHES:
             x = torch.randn(n_batch, n_columns, device=device)
-            calls = [partial(dot.multiply, w, x) for w in (first, *copies)]
-            ms = time_calls(calls, device)
-            yield _row(label, name, n_batch, ms, first.nbytes, bandwidth)
+            ways = {label: False}
+            if n_batch > dot.MAX_FUSED and name not in FLOATS:
+                ways[f"{label} joined"] = True
+            for way, joined in ways.items():
+                calls = [partial(dot.multiply, w, x, joined=joined) for w in (first, *copies)]
+                ms = time_calls(calls, device)
+                yield _row(way, name, n_batch, ms, first.nbytes, bandwidth)
