@@ -148,8 +148,7 @@ class HostPart:
     def _row(self, at: Setting) -> Iterator[Row]:
         """Steps of n_batch sequences, and where their time goes."""
         end = time.monotonic() + SECONDS
-        n_first, most = (1, 1) if self.tiny else (3, 16)
-        n_profiled = 2
+        n_first, most, n_profiled = (0, 1, 1) if self.tiny else (3, 16, 2)
         engine, rows = self._engine_of(at.kv), self._rows(at.kind)
         pins = shared_pins(self.device) if at.n * at.n_batch > 8192 else nullcontext()
         n_step = n_first + most + n_profiled

@@ -24,6 +24,7 @@ from gpu_weights import FORMATS, pair_rows, weight_rows
 
 from sparsekv_cli.cache.counters import ledger_of
 from sparsekv_cli.cache.spec import Budget
+from sparsekv_cli.cpu.jit.install import use_threads
 from sparsekv_cli.device.engine import DeviceEngine
 from sparsekv_cli.device.methods import device_cache
 from sparsekv_cli.evaluation.compare import build_spec
@@ -75,7 +76,7 @@ class Bench:
 
     def __init__(self, device: torch.device, tiny: bool, model: str | None) -> None:
         self.device, self.tiny, self._model = device, tiny, model
-        self.n_threads = usable_cores()
+        self.n_threads = use_threads(usable_cores())  # ahead of every kernel of the CPU
         self._budget = Budget(tokens=64 if tiny else 512)
 
     @cached_property
