@@ -1,6 +1,6 @@
 """Rows that caches are filled with: random ones, one block of them again and again, recorded ones.
 
-python scripts/gpu/gpu_rows.py MODEL FILE    records a layer of the model: 2048 tokens, 8 MiB
+    python scripts/gpu/gpu_rows.py MODEL FILE    records a layer of the model, of 2048 tokens
 """
 
 import sys
@@ -140,7 +140,7 @@ def record(model: Path, path: Path, n: int = RECORDED) -> None:
         assert len(ids) == n, f"the text has {len(ids)} tokens: expected {n}"
         layers = record_layers(opened, ids)
     q, k, v = (part.astype(np.float16) for part in layers[len(layers) // 2])
-    np.savez(path, q=q, k=k, v=v)
+    np.savez_compressed(path, q=q, k=k, v=v)
 
 
 if __name__ == "__main__":
