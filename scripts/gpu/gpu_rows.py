@@ -1,6 +1,6 @@
 """Rows that caches are filled with: random ones, one block of them again and again, recorded ones.
 
-    python scripts/gpu/gpu_rows.py MODEL FILE    records a layer of the model, of 2048 tokens
+python scripts/gpu/gpu_rows.py MODEL FILE    records a layer of the model, of 2048 tokens
 """
 
 import sys
