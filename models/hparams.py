@@ -111,7 +111,13 @@ class HParams:
     @property
     def host_only(self) -> str:
         """The names of the model's parts that run on the CPU only, or an empty string."""
-        return "experts" if self.has_experts else self.other_layers
+        parts = {
+            "recurrent layers": any(layer.kind == STATE for layer in self.layers),
+            "inputs of its layers": self.n_layer_input > 0,
+            "layers without own rows": len(self.sources) > 0,
+            "latent attention": any(layer.latent is not None for layer in self.layers),
+        }
+        return " and ".join(name for name, has in parts.items() if has)
 
     @property
     def other_layers(self) -> str:

@@ -57,7 +57,7 @@ def open_engine(
     ends: returns the tokens that end a message. draft_bytes: bytes of the rows of a draft model.
     on_load: as load_model takes it. Raises SparseKVError if there is no such device or no room.
     """
-    host_only = hparams.host_only or architecture.host_only
+    host_only = hparams.host_only
     if config.device == "auto" and host_only:
         device, note = None, f"the GPU is not used: {host_only} run on the CPU" * may_have_device()
     else:

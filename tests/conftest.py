@@ -128,8 +128,12 @@ def one_thread() -> Iterator[None]:
 def few_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes about as long for a program of one matrix row as for one of 64."""
     if device == "cpu":
+        from sparsekv_cli.kernels.layer import rows
         from sparsekv_cli.kernels.weights import matmul, matvec
 
+        monkeypatch.setattr(
+            rows, "_rows_a_program", lambda n, _: min(256, 1 << (n - 1).bit_length())
+        )
         monkeypatch.setattr(matmul, "PROGRAMS", 1)
         monkeypatch.setattr(matvec, "_rows_a_program", lambda n_rows: 64)
         monkeypatch.setattr(matvec, "_tiling", lambda *_: (64, 1))

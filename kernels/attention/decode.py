@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sparsekv_cli.kernels.attention.softmax import RingWindow, ScoreSoftmax, scaled, softmax_of
 from sparsekv_cli.kernels.checks import check
 
 QUERY_TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -91,20 +92,23 @@ def attend_scratch(
 
 @triton.jit(do_not_specialize=["n_split"])
 def _attend_kernel(
-    q_ptr, k_ptr, v_ptr, idx_ptr, n_ptr, seen_ptr, seen_lse_ptr, k_new_ptr, v_new_ptr, out_ptr,
-    lse_ptr, scale, n_head, n_list, n_split,
+    q_ptr, k_ptr, v_ptr, idx_ptr, n_ptr, seen_ptr, seen_lse_ptr, k_new_ptr, v_new_ptr, sinks_ptr,
+    out_ptr, lse_ptr, scale, softcap, window, n_slot, n_head, n_list, n_split,
     stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_ib, stride_iu,
     GROUP: tl.constexpr, HEADS: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr,
     D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHER: tl.constexpr, HALVES: tl.constexpr, HAS_OTHERS: tl.constexpr, HAS_NEW: tl.constexpr,
-    HAS_LSE: tl.constexpr,
+    HAS_LSE: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """HAS_NEW: the step gives the last row. The first split attends to it and stores it."""
     split, unit = tl.program_id(0), tl.program_id(1)
     b, u = (unit // n_list).to(tl.int64), unit % n_list
     n = tl.load(n_ptr + (unit if GATHER else b)) - HAS_NEW
-    chunk = tl.cdiv(tl.cdiv(n, n_split), BLOCK_N) * BLOCK_N
-    first = split * chunk
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(n + HAS_NEW - window, 0)
+    chunk = tl.cdiv(tl.cdiv(n - begin, n_split), BLOCK_N) * BLOCK_N
+    first = begin + split * chunk
     last = tl.minimum(first + chunk, n)
     t = tl.arange(0, TILE_H)
     head = u * HEADS + t
@@ -120,32 +124,58 @@ def _attend_kernel(
     peak = tl.full([TILE_H], float("-inf"), tl.float32)
     mass = tl.zeros([TILE_H], tl.float32)
     acc = tl.zeros([TILE_H, BLOCK_V], tl.float32)
+    if SINKS:  # they are in the first split
+        is_first = t < tl.where(split == 0, HEADS, 0)
+        peak = tl.load(sinks_ptr + head, mask=is_first, other=float("-inf")) * 1.4426950408889634
+        mass = is_first.to(tl.float32)
     if HAS_OTHERS:  # the first split starts from the attention over the other rows
         is_first = t < tl.where(split == 0, HEADS, 0)
-        peak = tl.load(seen_lse_ptr + n_row, mask=is_first, other=float("-inf"))
-        peak *= 1.4426950408889634
-        mass = (peak > float("-inf")).to(tl.float32)
+        seen = tl.load(seen_lse_ptr + n_row, mask=is_first, other=float("-inf"))
+        seen *= 1.4426950408889634
+        share = (seen > float("-inf")).to(tl.float32)
         acc = tl.load(
             seen_ptr + n_row[:, None] * D_V + c_v[None, :],
-            mask=(mass > 0)[:, None] & (c_v < D_V)[None, :], other=0.0,
+            mask=(share > 0)[:, None] & (c_v < D_V)[None, :], other=0.0,
         )  # fmt: skip
+        if SINKS:
+            sink = peak
+            peak = tl.maximum(sink, seen)
+            safe = tl.where(peak > float("-inf"), peak, 0.0)
+            share = tl.exp2(seen - safe)
+            mass = mass * tl.exp2(sink - safe) + share
+            acc *= share[:, None]
+        else:
+            peak, mass = seen, share
     kv_head = (u * HEADS // GROUP).to(tl.int64)
     k_at = k_ptr + b * stride_kb + kv_head * stride_kg
     v_at = v_ptr + b * stride_vb + kv_head * stride_vg
     if HAS_NEW:  # noqa: SIM102 - decided when the kernel is compiled
         if split == 0:
-            k_row = store_row(k_new_ptr + unit * D, k_at + n.to(tl.int64) * stride_kn, c, D)
-            v_row = store_row(v_new_ptr + unit * D_V, v_at + n.to(tl.int64) * stride_vn, c_v, D_V)
-            peak = tl.sum(q.to(tl.float32) * k_row.to(tl.float32)[None, :], 1)
-            peak *= scale * 1.4426950408889634
-            mass += 1.0
-            acc += v_row.to(tl.float32)[None, :]
+            slot = n.to(tl.int64)
+            if WINDOW:
+                slot %= n_slot
+            k_row = store_row(k_new_ptr + unit * D, k_at + slot * stride_kn, c, D)
+            v_row = store_row(v_new_ptr + unit * D_V, v_at + slot * stride_vn, c_v, D_V)
+            product = tl.sum(q.to(tl.float32) * k_row.to(tl.float32)[None, :], 1)
+            score = scaled(product, scale, softcap, CAPPED)
+            if SINKS:
+                sink = peak
+                peak = tl.maximum(sink, score)
+                share = tl.exp2(score - peak)
+                mass = tl.exp2(sink - peak) + share
+                acc += v_row.to(tl.float32)[None, :] * share[:, None]
+            else:
+                peak = score
+                mass += 1.0
+                acc += v_row.to(tl.float32)[None, :]
     for start in range(first, last, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         is_row = j < last
         row = j
         if GATHER:
             row = tl.load(idx_ptr + b * stride_ib + u * stride_iu + j, mask=is_row, other=0)
+        if WINDOW:
+            row = j % n_slot
         row = row.to(tl.int64)
         k = tl.load(
             k_at + row[:, None] * stride_kn + c[None, :],
@@ -158,7 +188,8 @@ def _attend_kernel(
         scores = tl.dot(q_high, tl.trans(k))
         if HALVES:
             scores = tl.dot(q_low, tl.trans(k), acc=scores)
-        scores = tl.where(is_row[None, :], scores * (scale * 1.4426950408889634), float("-inf"))
+        scores = scaled(scores, scale, softcap, CAPPED)
+        scores = tl.where(is_row[None, :], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         old = tl.exp2(peak - new_peak)
         p = tl.exp2(scores - new_peak[:, None])
@@ -182,12 +213,13 @@ def attend_dense(
     v: torch.Tensor,
     n: torch.Tensor,
     n_max: int,
-    scale: float,
+    softmax: ScoreSoftmax | float,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     scratch: AttendScratch | None = None,
     others: Attended | None = None,
     new: NewRow | None = None,
+    window: RingWindow | None = None,
 ) -> torch.Tensor:
     """Computes attention of one token a sequence over rows 0..n[b] of a kv head: f32 (B, H, d_v).
 
@@ -195,11 +227,23 @@ def attend_dense(
     int32 (B,), n_max >= all of them. lse f32 (B, H), if given, is set to the log of the sum of
     exponentials of a head's scores. ``merge`` needs it to join results of disjoint rows. others:
     attention over other rows, which the result includes; ignored where its lse is -inf. new: the
-    last row of each sequence, which is written to k and v; not with ``others``.
+    last row of each sequence, which is written to k and v; not with ``others``. softmax: or its
+    scale alone. window: of the rows; then n_max counts rows of it.
     """
     check("n", n, torch.int32, (q.shape[0],), q.device)
     assert new is None or others is None
-    return _attend(q, k, v, None, n, k.shape[1], n_max, scale, out, lse, scratch, others, new)
+    rows = _Rows(None, n, k.shape[1], n_max, window)
+    return _attend(q, k, v, rows, softmax, out, lse, scratch, others, new)
+
+
+class _Rows(NamedTuple):
+    """The rows of a call: all or a window (idx None), or n_list lists of at most n_max rows."""
+
+    idx: torch.Tensor | None
+    n: torch.Tensor
+    n_list: int
+    n_max: int
+    window: RingWindow | None = None
 
 
 def attend_rows(
@@ -208,7 +252,7 @@ def attend_rows(
     v: torch.Tensor,
     idx: torch.Tensor,
     counts: torch.Tensor,
-    scale: float,
+    softmax: ScoreSoftmax | float,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     scratch: AttendScratch | None = None,
@@ -223,26 +267,24 @@ def attend_rows(
     check("counts", counts, torch.int32, (n_batch, n_list), q.device)
     if n_list not in (q.shape[1], k.shape[1]):
         raise ValueError(f"idx has {n_list} lists: expected {q.shape[1]} or {k.shape[1]}")
-    return _attend(q, k, v, idx, counts, n_list, n_max, scale, out, lse, scratch)
+    return _attend(q, k, v, _Rows(idx, counts, n_list, n_max), softmax, out, lse, scratch)
 
 
 def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    idx: torch.Tensor | None,
-    n: torch.Tensor,
-    n_list: int,
-    n_max: int,
-    scale: float,
+    rows: _Rows,
+    softmax: ScoreSoftmax | float,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     scratch: AttendScratch | None,
     others: Attended | None = None,
     new: NewRow | None = None,
 ) -> torch.Tensor:
-    n_batch, n_head, d = q.shape
+    (n_batch, n_head, d), (idx, n, n_list, n_max, window) = q.shape, rows
     n_kv_head, d_v, device = k.shape[1], v.shape[3], q.device
+    softmax = softmax_of(softmax, n_head, device)
     check("q", q, QUERY_TYPES, (None, None, None), device)
     check("k", k, torch.float16, (n_batch, n_kv_head, None, d), device, strided=True)
     check("v", v, torch.float16, (n_batch, n_kv_head, k.shape[2], d_v), device, strided=True)
@@ -269,14 +311,15 @@ def _attend(
         check("scratch.out", pieces, torch.float32, (n_split, *out.shape), device)
         check("scratch.lse", pieces_lse, torch.float32, (n_split, n_batch, n_head), device)
     _attend_kernel[(n_split, n_batch * n_list)](
-        q, k, v, idx, n, *(others or (None, None)), *(new or (None, None)), pieces, pieces_lse,
-        scale, n_head, n_list, n_split,
+        q, k, v, idx, n, *(others or (None, None)), *(new or (None, None)), softmax.sinks, pieces,
+        pieces_lse, softmax.scale, softmax.softcap, *(window or (0, 0)), n_head, n_list, n_split,
         *k.stride()[:3], *v.stride()[:3], *((0, 0) if idx is None else idx.stride()[:2]),
         GROUP=n_head // n_kv_head, HEADS=n_head // n_list,
         TILE_H=max(TILE, triton.next_power_of_2(n_head // n_list)), D=d, D_V=d_v,
         BLOCK_D=_width(d, d), BLOCK_V=_width(d_v, d_v), BLOCK_N=block, GATHER=idx is not None,
         HALVES=q.dtype != torch.float16, HAS_OTHERS=others is not None, HAS_NEW=new is not None,
-        HAS_LSE=pieces_lse is not None,
+        HAS_LSE=pieces_lse is not None, CAPPED=softmax.softcap > 0,
+        SINKS=softmax.sinks is not None, WINDOW=window is not None,
         # Row numbers must arrive before rows can be loaded. So a list needs more stages.
         num_warps=4, num_stages=3 if idx is None else 5,
     )  # fmt: skip

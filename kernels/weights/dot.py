@@ -92,3 +92,28 @@ def _checked(
         out = torch.empty(n_batch, n_rows, dtype=torch.float32, device=device)
     check("out", out, torch.float32, (n_batch, n_rows), device, strided=True)
     return out
+
+
+def multiply_chosen(
+    w: PackedMatrix, x: torch.Tensor, choice: matvec.PairChoice, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns the products of pairs, a vector and one of several matrices: f32 (pairs, rows).
+
+    x (vectors, columns) f32, f16 or bf16. Inputs are rounded as ``multiply`` does it for one
+    vector. out: f32 (pairs, rows), any strides of rows.
+    """
+    n_vector, n_pair, device = len(x), len(choice.chosen), w.low.device
+    if w.n_rows % choice.n_matrix or n_vector * choice.n_choice != n_pair:
+        raise ValueError(
+            f"{n_pair} pairs of {n_vector} vectors, {choice.n_choice} each; {choice.n_matrix} "
+            f"matrices in {w.n_rows} rows"
+        )
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    check("x", x, dtypes, (n_vector, w.n_columns), device, strided=True)
+    check("chosen", choice.chosen, torch.int32, (n_pair,), device)
+    n_rows = w.n_rows // choice.n_matrix
+    if out is None:
+        out = torch.empty(n_pair, n_rows, dtype=torch.float32, device=device)
+    check("out", out, torch.float32, (n_pair, n_rows), device, strided=True)
+    matvec.matvec(w, x, out, choice)
+    return out

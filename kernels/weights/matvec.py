@@ -4,6 +4,8 @@ The numbers of a unit are rounded to 16 bits and multiplied as bytes, four at on
 its inputs in registers, multiplies many rows by them, and loads the next rows ahead.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -145,12 +147,24 @@ def _multiply_rows(
 
 @triton.jit(do_not_specialize=["step"])
 def _matvec_kernel(
-    low_ptr, high_ptr, scale_ptr, super_ptr, x_ptr, out_ptr,
-    n_batch, n_rows, n_unit, step, stride_xb, stride_ob,
+    low_ptr, high_ptr, scale_ptr, super_ptr, x_ptr, out_ptr, chosen_ptr,
+    n_batch, n_rows, n_unit, step, stride_xb, stride_ob, n_choice,
     BATCH: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, LARGEST: tl.constexpr,
     LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, ZERO: tl.constexpr, HALVES: tl.constexpr,
-    MINIMUM: tl.constexpr, SUPER: tl.constexpr,
+    MINIMUM: tl.constexpr, SUPER: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
+    """CHOSEN: the vector and the matrix are those of pair program_id(1), see ``PairChoice``."""
+    if CHOSEN:
+        pair = tl.program_id(1).to(tl.int64)
+        n_word = 4 * n_unit  # of a row
+        n_group = n_unit * (32 // LOW_BITS) // 8
+        before = tl.load(chosen_ptr + pair).to(tl.int64) * n_rows  # rows of earlier matrices
+        low_ptr += before * n_word
+        high_ptr += before * n_word
+        scale_ptr += before * n_group
+        super_ptr += before * (n_group // 8)
+        x_ptr += pair // n_choice * stride_xb
+        out_ptr += pair * stride_ob
     _multiply_rows(
         low_ptr, high_ptr, scale_ptr, super_ptr, x_ptr, out_ptr, n_batch, n_rows, n_unit,
         tl.program_id(0) * ROWS, step, stride_xb, stride_ob, BATCH, ROWS, UNITS, LARGEST, LOW_BITS,
@@ -187,9 +201,14 @@ def _matvec_pair_kernel(
 
 @triton.jit
 def _matvec_float_kernel(
-    w_ptr, x_ptr, out_ptr, n_batch, n_rows, n_columns, stride_w, stride_xb, stride_ob,
-    BATCH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    w_ptr, x_ptr, out_ptr, chosen_ptr, n_batch, n_rows, n_columns, stride_w, stride_xb, stride_ob,
+    n_choice, BATCH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
+    if CHOSEN:
+        pair = tl.program_id(1).to(tl.int64)
+        w_ptr += tl.load(chosen_ptr + pair).to(tl.int64) * n_rows * stride_w
+        x_ptr += pair // n_choice * stride_xb
+        out_ptr += pair * stride_ob
     batch = tl.arange(0, BATCH)[:, None, None]
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :, None]
     column = tl.arange(0, COLUMNS)[None, None, :]
@@ -229,26 +248,44 @@ def _tiling(n_unit: int, n_fields: int, n_values: int) -> tuple[int, int]:
     return rows, min(16, max(1, units // 64))
 
 
-def matvec(w: PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
-    """``multiply`` of weights/dot.py for one or two vectors."""
-    n_batch = x.shape[0]
+class PairChoice(NamedTuple):
+    """The matrices that pairs are multiplied by, of several matrices one after another in W.
+
+    chosen: int32 (pairs,), each pair's matrix. n_choice: the pairs of a vector: pair i has vector
+    i // n_choice. n_matrix: the number of matrices in W.
+    """
+
+    chosen: torch.Tensor
+    n_choice: int
+    n_matrix: int
+
+
+def matvec(
+    w: PackedMatrix, x: torch.Tensor, out: torch.Tensor, choice: PairChoice | None = None
+) -> None:
+    """``multiply`` of weights/dot.py for one or two vectors, or for pairs of a ``choice``."""
+    n_batch, n_rows, chosen, n_choice, n_pair = x.shape[0], w.n_rows, None, 1, 1
+    if choice is not None:
+        chosen, n_choice, n_pair = choice.chosen, choice.n_choice, len(choice.chosen)
+        n_batch, n_rows = 1, w.n_rows // choice.n_matrix
     batch = triton.next_power_of_2(n_batch)
     if w.name in FLOATS:
-        rows = _rows_a_program(w.n_rows)
+        rows = _rows_a_program(n_rows * n_pair)
         a_thread = 16 // w.low.itemsize
         warps = _warps_along(w.n_columns, 32 * a_thread)
-        _matvec_float_kernel[(triton.cdiv(w.n_rows, rows),)](
-            w.low, x, out, n_batch, w.n_rows, w.n_columns, w.low.stride(0), x.stride(0),
-            out.stride(0), BATCH=batch, ROWS=rows, COLUMNS=32 * a_thread * warps, num_warps=warps,
+        _matvec_float_kernel[(triton.cdiv(n_rows, rows), n_pair)](
+            w.low, x, out, chosen, n_batch, n_rows, w.n_columns, w.low.stride(0), x.stride(0),
+            out.stride(0), n_choice, BATCH=batch, ROWS=rows, COLUMNS=32 * a_thread * warps,
+            CHOSEN=choice is not None, num_warps=warps,
         )  # fmt: skip
         return
     n_unit, constants = w.low.shape[1] // 4, constants_of(w)
     rows, warps = _tiling(n_unit, 32 // constants["LOW_BITS"], batch * constants["HALVES"])
-    n_program = min(triton.cdiv(w.n_rows, rows), PROGRAMS)
-    _matvec_kernel[(n_program,)](
-        *planes_of(w), x, out, n_batch, w.n_rows, n_unit, n_program * rows, x.stride(0),
-        out.stride(0), BATCH=batch, ROWS=rows, UNITS=triton.next_power_of_2(n_unit),
-        LARGEST=LARGEST, **constants, num_warps=warps,
+    n_program = min(triton.cdiv(n_rows, rows), triton.cdiv(PROGRAMS, n_pair))
+    _matvec_kernel[(n_program, n_pair)](
+        *planes_of(w), x, out, chosen, n_batch, n_rows, n_unit, n_program * rows, x.stride(0),
+        out.stride(0), n_choice, BATCH=batch, ROWS=rows, UNITS=triton.next_power_of_2(n_unit),
+        LARGEST=LARGEST, **constants, CHOSEN=choice is not None, num_warps=warps,
     )  # fmt: skip
 
 

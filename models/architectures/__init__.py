@@ -140,18 +140,6 @@ class Architecture:
         """The names of the matrices before a feed-forward's activation."""
         return ("up",) if self.activation == "squared_relu" else ("gate", "up")
 
-    @property
-    def host_only(self) -> str:
-        """Names the parts of its blocks that run on the CPU only. Empty if there are none."""
-        parts = {
-            "norms after its blocks": self.post_norms,
-            "sinks": self.sinks,
-            "softcaps": self.softcaps[0] > 0,
-            "its activation": self.activation != "silu",
-            "latent attention": self.latent,
-        }
-        return " and ".join(name for name, has in parts.items() if has)
-
 
 def architecture_of(name: str) -> Architecture:
     """Returns the architecture of a model. Raises UnsupportedModelError if there is none."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +22,11 @@ import torch
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.row_sizes import padded
 from sparsekv_cli.cache.spec import LayerSpec, Memory
+from sparsekv_cli.device.layers.prefill import softmax_on
 from sparsekv_cli.device.streams import SideStream
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention.decode import NewRow
+from sparsekv_cli.kernels.attention.softmax import RingWindow, ScoreSoftmax
 
 AHEAD = 64  # rows for later steps that a bound includes, at least
 LEAST_STEP = 256  # rows: bounds are multiples of it
@@ -90,6 +92,7 @@ class DeviceStore:
 
     spared_bytes = 0  # rows whose memory sequences share: none
     can_share_rows = False
+    most = UNLIMITED  # rows for which there is room at most
 
     def __init__(self, spec: LayerSpec, device: torch.device) -> None:
         self.n = 0
@@ -111,23 +114,25 @@ class DeviceStore:
 
     def reserve(self, n: int) -> None:
         """Makes room for ``n`` rows: exactly n at first; later it grows by an eighth at least."""
-        if n <= self.capacity:
+        n, had = min(n, self.most), self.capacity
+        if n <= had:
             return
-        capacity = n if self.n == 0 else max(n, self.capacity + self.capacity // 8 + 256)
-        grown = []
+        capacity = n if self.n == 0 else min(self.most, max(n, had + had // 8 + 256))
+        grown, n_old = [], min(self.n, had)
         for old in (self.k, self.v):
             new = self._rows(old.shape[1], capacity, old.shape[3])
-            new[:, :, : self.n] = old[:, :, : self.n]
+            new[:, :, :n_old] = old[:, :, :n_old]
             grown.append(new)
         self.k, self.v = grown
 
-    def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Adds T rows: k (G, T, d), v (G, T, d_v)."""
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> DeviceStore:
+        """Adds T rows: k (G, T, d), v (G, T, d_v). Returns the rows to which they attend."""
         n_new = k.shape[1]
         self.reserve(self.n + n_new)
         new = slice(self.n, self.n + n_new)
         self.k[0, :, new], self.v[0, :, new] = k, v
         self.n += n_new
+        return self
 
     def keys(self) -> torch.Tensor:
         """Returns the keys f16 (G, n, d)."""
@@ -155,6 +160,7 @@ class DeviceCache(LayerCache):
     """
 
     reads_on_gpu = True
+    takes_softcap: ClassVar[bool] = True  # whether it chooses as on the host if scores are capped
     store: Any  # a DeviceStore, or the method's own store
     # Copies rows of a prefill to the host: host.py rows_on_host.
     to_host: Callable[[torch.Tensor, torch.Tensor], Callable[[], Piece]]
@@ -169,6 +175,7 @@ class DeviceCache(LayerCache):
         super().__init__(spec, DeviceStore(spec, device))
         self.device = device
         self.method = method
+        self.softmax = softmax_on(spec, device)
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -283,12 +290,16 @@ def attend_all(
     k: torch.Tensor,
     v: torch.Tensor,
     n_max: int,
-    scale: float,
+    softmax: ScoreSoftmax,
     out: torch.Tensor | None,
+    window: RingWindow | None = None,
 ) -> torch.Tensor:
-    """Adds the rows of a step to k and v. Returns the attention to all rows, f32 (B, H, d_v)."""
+    """Adds the rows of a step to k and v. Returns the attention to all rows, f32 (B, H, d_v).
+
+    With a window they are all rows of it.
+    """
     new = NewRow(x.k, x.v)
-    return attention.attend_dense(x.q, k, v, x.step.n, n_max, scale, out, new=new)
+    return attention.attend_dense(x.q, k, v, x.step.n, n_max, softmax, out, new=new, window=window)
 
 
 def count_dense(cache: DeviceCache, n: int, *, sparse: bool) -> None:
@@ -317,13 +328,12 @@ class DeviceSelecting(DeviceCache):
 
     def decode(self, x: DeviceInput, out: torch.Tensor | None = None) -> torch.Tensor:
         k, v, *index = self.batch_tensors(len(x.q))
-        scale = float(self.spec.scale)
         self.attended = None
         if self._dense:
-            return attend_all(x, k, v, self._n_max, scale, out)
+            return attend_all(x, k, v, self._n_max, self.softmax, out)
         idx, counts = self.select(x, k, v, *index)
         self.keep_attended(idx, counts)
-        return attention.attend_rows(x.q, k, v, idx, counts, scale, out)
+        return attention.attend_rows(x.q, k, v, idx, counts, self.softmax, out)
 
     def end_step(self, n: int) -> None:
         self.store.n = n

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch.nn.functional import linear
 
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import AttnInput
@@ -21,38 +20,23 @@ from sparsekv_cli.device.cache import DeviceCache, DeviceInput, DeviceStore, Ste
 from sparsekv_cli.device.choosing import Drawing, drawing_of, settings_of
 from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.host import HostCache
-from sparsekv_cli.device.prefill import TorchChunkSteps, attend_causal
+from sparsekv_cli.device.layers.experts import DeviceExperts
+from sparsekv_cli.device.layers.prefill import attend_causal
+from sparsekv_cli.device.layers.rope import tables_on
+from sparsekv_cli.device.layers.rows import DeviceRows
 from sparsekv_cli.device.step import StepBuffers
 from sparsekv_cli.device.streams import join_all
 from sparsekv_cli.device.weights import DeviceWeights
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.kernels.attention.decode import Attended
-from sparsekv_cli.kernels.layer import decode as kernels
+from sparsekv_cli.kernels.layer.rows import Added
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.forward import Copies, Forward, OnHidden, OnPart, OnRows, Product, Progress
 from sparsekv_cli.models.hparams import HParams
-from sparsekv_cli.models.rope import RopeTable, RopeTables
 from sparsekv_cli.models.weights import Weights
 from sparsekv_cli.sampling.plain import Outcome, PlainSampler
 
 Result = TypeVar("Result")
-
-
-class DeviceRope:
-    """A RopeTable on a device: cos, sin f32 (positions, n_rot / 2), q_scale f32 (positions,)."""
-
-    def __init__(self, table: RopeTable, device: torch.device) -> None:
-        self._table, self._device = table, device
-        self.theta, self.magnitude = table.theta, table.magnitude
-        self.cos = self.sin = self.q_scale = torch.empty(0, device=device)
-
-    def reserve(self, n_positions: int) -> None:
-        """Makes rows 0..n_positions valid. If the tensors grow, they are new ones."""
-        self._table.reserve(n_positions)
-        if len(self.cos) < len(self._table.cos):
-            self.cos = torch.from_numpy(self._table.cos).to(self._device)
-            self.sin = torch.from_numpy(self._table.sin).to(self._device)
-            self.q_scale = torch.from_numpy(self._table.q_scale).to(self._device)
 
 
 class DeviceDecoder(Forward):
@@ -62,6 +46,8 @@ class DeviceDecoder(Forward):
     wait: waits until the host has all rows that are on their way to it.
     """
 
+    least_many = 0  # experts have the same products for any number of rows
+    rows: DeviceRows
     foreign: Callable[[LayerCache], HostCache]
     wait: Callable[[], None]
 
@@ -87,15 +73,10 @@ class DeviceDecoder(Forward):
         name = torch.cuda.get_device_name(self.device) if is_gpu else str(self.device)
         self.gpu = name, torch.__version__, device_weights.mode, chunk
         self._on_device = device_weights
-        table = RopeTable(
-            hparams.n_rot, hparams.rope, weights.rope_freqs, hparams.temperature_scale
-        )
-        rope = DeviceRope(table, self.device)
-        self.rope = RopeTables(rope, rope)
+        self.rope = tables_on(self.device, hparams, weights)
         self.layers = [layer.vectors for layer in device_weights.layers]
         self.output_norm = device_weights.output_norm
-        interleaved = architecture.rope_interleaved
-        self.rows = TorchChunkSteps(hparams, rope, interleaved, self.dtype)
+        self.rows = DeviceRows(hparams, self.rope, architecture, self.dtype)
         self._planner = Planner()
         self._steps = Steps(self.device)
         self._buffers = StepBuffers(hparams, 1, self.device)
@@ -136,12 +117,21 @@ class DeviceDecoder(Forward):
         return super().embed(ids).to(self.device)
 
     def products(self, i: int) -> dict[str, Product]:
-        matrices = self._on_device.layers[i].dense(self.dtype)
-        return {name: partial(linear, weight=matrix) for name, matrix in matrices.items()}
+        return self._on_device.layers[i].dense(self.dtype)
+
+    def feed_forward(self, i: int, products: Any, x: torch.Tensor) -> torch.Tensor:
+        ffn = self._on_device.layers[i].ffn
+        if not isinstance(ffn, DeviceExperts):
+            return super().feed_forward(i, products, x)
+        return ffn.prefill(x, self.layers[i].ffn_norm, products, self.rows)
 
     def attend(self, cache: LayerCache, x: AttnInput) -> torch.Tensor:
         rows: DeviceStore = cache.extend(x)
         return attend_causal(x.q, rows.keys(), rows.values(), cache.spec)
+
+    def add_inputs(self, i: int, products: Any, x: torch.Tensor, inputs: Any, pos: int) -> None:
+        if (scale := self.layers[i].scale) != 1.0:
+            x *= scale
 
     def end_layer(self, i: int) -> None:
         """Does nothing, because the weights stay on the device."""
@@ -276,26 +266,24 @@ class DeviceDecoder(Forward):
         self._split(i, self._normed(i), self._buffers.inputs(i))
 
     def _normed(self, i: int) -> torch.Tensor:
-        vectors: Any = self._on_device.layers[i].vectors  # tensors
-        return self._norm(vectors.attn_norm, add=i > 0)
+        """Adds what layer i - 1 has left to add. Returns the input of layer i's projections."""
+        return self._norm(self.layers[i].attn_norm, self._left_by(i - 1))
 
-    def _norm(self, weight: torch.Tensor, *, add: bool = True) -> torch.Tensor:
-        """Adds the last block's output to the residual stream. Returns the norm of the stream."""
-        h, buffers = self.hparams, self._buffers
-        y = buffers.y if add else None
-        return kernels.rms_norm(buffers.x, weight, h.norm_eps, y, y_scale=h.residual_scale)
+    def _left_by(self, i: int) -> Added | None:
+        """Returns what layer i has left to add to the residual stream, or None for i = -1."""
+        if i < 0:
+            return None
+        layer = self.layers[i]
+        return self.rows.added(self._buffers.y, layer.ffn_post_norm, factor=layer.scale)
+
+    def _norm(self, weight: Any, added: Added | None) -> torch.Tensor:
+        """Returns the norm of the residual stream after ``added``, in f32."""
+        return self.rows.last_norm(self._buffers.x, weight, added)
 
     def _split(self, i: int, normed: torch.Tensor, inputs: list[torch.Tensor]) -> None:
         """Splits layer i's projections of ``normed`` f32 (B, n_embd): q, k, v, q_nope, k_nope."""
-        h, layer, buffers = self.hparams, self._on_device.layers[i], self._buffers
-        vectors: Any = layer.vectors  # tensors
-        kernels.split_heads(
-            layer.qkv.apply(normed), inputs, buffers.pos, self.rope.full.cos, self.rope.full.sin,
-            self.rope.full.q_scale, n_rot=h.layers[i].n_rot,
-            biases=(vectors.q.bias, vectors.k.bias, vectors.v.bias),
-            norms=(vectors.q_norm, vectors.k_norm),
-            eps=h.norm_eps, interleaved=self.architecture.rope_interleaved,
-        )  # fmt: skip
+        raw = self._on_device.layers[i].qkv.apply(normed)
+        self.rows.split(raw, self.layers[i], self.hparams.layers[i], self._buffers.pos, inputs)
 
     def _step(self, rows: slice) -> StepNumbers:
         buffers = self._buffers
@@ -347,15 +335,17 @@ class DeviceDecoder(Forward):
 
     def _finish(self, i: int) -> None:
         """Computes the rest of layer i, after its attention. Its last output stays in ``y``."""
-        layer, buffers = self._on_device.layers[i], self._buffers
+        layer, buffers, vectors = self._on_device.layers[i], self._buffers, self.layers[i]
         layer.o.apply(buffers.attended(i).flatten(1), buffers.y)
-        ffn_norm: Any = layer.vectors.ffn_norm
-        hidden = kernels.silu_multiply(layer.gate_up.apply(self._norm(ffn_norm)))
-        layer.down.apply(hidden, buffers.y)
+        added = self.rows.added(buffers.y, vectors.attn_post_norm, vectors.o.bias)
+        normed = self._norm(vectors.ffn_norm, added)
+        layer.ffn.step(buffers.x, normed, self.rows, buffers.y)
 
     def _output(self, choosing: _Choosing) -> None:
-        output_norm: Any = self.output_norm
-        logits = self._on_device.output.apply(self._norm(output_norm))
+        left = self._left_by(self.hparams.n_layer - 1)
+        logits = self._on_device.output.apply(self._norm(self.output_norm, left))
+        if softcap := self.hparams.logit_softcap:
+            logits.div_(softcap).tanh_().mul_(softcap)
         if choosing.drawing is not None:
             self._buffers.choose(logits, choosing.drawing)
         if choosing.downloads:

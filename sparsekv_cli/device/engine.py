@@ -7,13 +7,14 @@ from weakref import WeakValueDictionary
 import torch
 
 from sparsekv_cli.cache.layer import LayerCache
-from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.cache.spec import WINDOW, LayerSpec
 from sparsekv_cli.device.cache import LEAST_STEP, DeviceCache
 from sparsekv_cli.device.cuda import report_compiling
 from sparsekv_cli.device.decoder import DeviceDecoder
 from sparsekv_cli.device.host import HostCache, HostWorker, rows_on_host
 from sparsekv_cli.device.methods import dense_cache, device_cache, host_cache
 from sparsekv_cli.device.weights import DeviceWeights, resident_bytes
+from sparsekv_cli.device.window import DeviceWindow
 from sparsekv_cli.engine import DecoderEngine
 from sparsekv_cli.errors import NoRoomError, SparseKVError
 from sparsekv_cli.methods.base import Method
@@ -79,7 +80,13 @@ class DeviceEngine(DecoderEngine):
                 f"--cache-type-k {spec.cache_type_k} and --cache-type-v {spec.cache_type_v}: "
                 "caches on a GPU are f16; use --kv host or --device cpu"
             )
-        made = dense_cache()(spec, self.device) if dense else own(spec, self.device, method)
+        of_kind = DeviceWindow if spec.kind == WINDOW else dense_cache()
+        made = of_kind(spec, self.device) if dense else own(spec, self.device, method)
+        if spec.softcap and not made.takes_softcap:
+            raise SparseKVError(
+                f"{method.name}: on a GPU it does not choose by capped scores; use --kv host or "
+                "--device cpu"
+            )
         # Kernels are compiled for such numbers of rows.
         made.n_ctx = -(-self.n_ctx // LEAST_STEP) * LEAST_STEP
         tensors = spec.calibration.values()
@@ -139,7 +146,7 @@ def open_device_engine(
     Raises SparseKVError, with the numbers, for a model that does not fit. If ``config.kv`` is auto,
     a KV cache that does not fit stays on the host. Then the engine's note says so.
     """
-    if host_only := hparams.host_only or architecture.host_only:
+    if host_only := hparams.host_only:
         raise SparseKVError(
             f"architecture {hparams.architecture} with {host_only} does not run on a GPU; use "
             "--device cpu"
@@ -198,7 +205,12 @@ def scratch_bytes(hparams: HParams, chunk: int) -> int:
     n_embd, most = hparams.n_embd, 0
     for layer in hparams.layers:
         heads = (layer.n_head + layer.n_head_kv) * (layer.head_dim + layer.value_dim)
-        matrices = 2 * n_embd * (heads + 3 * layer.n_ff)
-        rows = 2 * chunk * (4 * n_embd + 3 * heads + 4 * layer.n_ff)
+        n_ff, of_rows = layer.n_ff, layer.n_ff
+        if layer.experts is not None:  # all matrices, and the rows of all pairs
+            of_experts = layer.experts
+            n_ff = of_experts.n_expert * of_experts.n_ff_expert + of_experts.n_ff_shared
+            of_rows = of_experts.n_expert_used * (of_experts.n_ff_expert + n_embd)
+        matrices = 2 * n_embd * (heads + 3 * n_ff)
+        rows = 2 * chunk * (4 * n_embd + 3 * heads + 4 * of_rows)
         most = max(most, matrices + rows)
     return most

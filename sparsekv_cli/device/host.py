@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
-from sparsekv_cli.cache.spec import AttnInput, Memory
+from sparsekv_cli.cache.spec import WINDOW, AttnInput, Memory
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.device.cache import UNLIMITED, CachePlan, DeviceStore, rows_like
+from sparsekv_cli.device.window import WindowStore
 from sparsekv_cli.kernels.attention.decode import Attended
 
 Result = TypeVar("Result")
@@ -184,20 +185,23 @@ class HostCache(LayerCache):
             taken = worker.hand_over(x, self.cache.extend, self.cache.queries_read)
             worker.wait()
             store: KVStore = taken.result()
-            rows, spec = DeviceStore(self.spec, device), self.spec
+            rows, spec = self._new_rows(), self.spec
             past = (stored[:, :-n_new] for stored in (store.keys(), store.values()))
             k, v = (torch.from_numpy(stored).to(device) for stored in past)
             rows.append(k[..., : spec.head_dim], v[..., : spec.value_dim])
         else:
-            rows = rows or DeviceStore(self.spec, device)
+            rows = rows or self._new_rows()
 
             def take_in(on_host: AttnInput) -> None:
                 self.cache.extend(on_host)
 
             worker.hand_over(x, take_in, self.cache.queries_read)
-        rows.append(x.k, x.v)
         self._rows = rows
-        return rows
+        return rows.append(x.k, x.v)
+
+    def _new_rows(self) -> DeviceStore:
+        store = WindowStore if self.spec.kind == WINDOW else DeviceStore
+        return store(self.spec, self._worker.device)
 
     def attend(self, attend: ChunkAttention, x: AttnInput) -> torch.Tensor:
         """Returns the attention of a chunk that attends on the host, as calibrations need it."""

@@ -4,8 +4,8 @@ A decode step reads every weight once, so quantised weights are faster there. Th
 a prefill need bf16, so one layer at a time is dequantised for them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -13,71 +13,24 @@ import torch
 
 from sparsekv_cli.cpu.weights import dot as host_matvec
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
-from sparsekv_cli.kernels.weights import dequantize, dot
+from sparsekv_cli.device.layers.experts import DeviceExperts, ExpertStack
+from sparsekv_cli.device.layers.stack import GatedStacks, Stack
+from sparsekv_cli.kernels.experts.routing import Routing
 from sparsekv_cli.kernels.weights.packed import PACKABLE, PackedMatrix, merge_alike, repack
+from sparsekv_cli.models.layers.expert_weights import ExpertNorms
 from sparsekv_cli.models.weights import (
     AttentionWeights,
+    ExpertWeights,
     GatedWeights,
     LayerWeights,
     Linear,
     Weights,
 )
 
-
-class Stack:
-    """Matrices that share an input, stacked by rows: y = W x.
-
-    parts: one bf16 matrix, or the quantised ones.
-    """
-
-    def __init__(self, parts: Sequence[PackedMatrix]) -> None:
-        self.parts = tuple(parts)
-        self.n_rows = sum(part.n_rows for part in parts)
-        self.n_columns = parts[0].n_columns
-        self._launches = _in_pairs(self.parts)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-    def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns W x, f32 (B, rows), of x f32 (B, columns). It is written to ``out``, if given."""
-        if out is None:
-            out = torch.empty(len(x), self.n_rows, dtype=torch.float32, device=x.device)
-        at = 0
-        for parts in self._launches:
-            end = at + sum(part.n_rows for part in parts)
-            for start in range(0, len(x), dot.MAX_BATCH):
-                some = slice(start, start + dot.MAX_BATCH)
-                if len(parts) == 1:
-                    dot.multiply(parts[0], x[some], out[some, at:end])
-                else:
-                    dot.multiply_pair(parts[0], parts[1], x[some], out[some, at:end])
-            at = end
-        return out
-
-    def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """Returns W (rows, columns) in ``dtype``, without a copy if it is stored in that type."""
-        if len(self.parts) == 1 and self.parts[0].low.dtype == dtype:
-            return self.parts[0].low
-        device = self.parts[0].low.device
-        out = torch.empty(self.n_rows, self.n_columns, dtype=dtype, device=device)
-        at = 0
-        for part in self.parts:
-            dequantize.dequantize(part, dtype, out[at : at + part.n_rows])
-            at += part.n_rows
-        return out
-
-
-def _in_pairs(parts: Sequence[PackedMatrix]) -> list[Sequence[PackedMatrix]]:
-    """Returns the parts in their order, two neighbours together if one launch can take both."""
-    found: list[Sequence[PackedMatrix]] = []
-    for part in parts:
-        if found and len(found[-1]) == 1 and dot.can_pair(found[-1][0], part):
-            found[-1] = [*found[-1], part]
-        else:
-            found.append([part])
-    return found
+# Norms of an AttentionWeights.
+VECTORS = (
+    "attn_norm", "attn_post_norm", "ffn_norm", "ffn_post_norm", "q_norm", "k_norm", "v_norm",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,13 +40,15 @@ class DeviceLayer:
     vectors: LayerWeights
     qkv: Stack
     o: Stack
-    gate_up: Stack
-    down: Stack
+    ffn: GatedStacks | DeviceExperts
 
-    def dense(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Returns the matrices in the prefill's type."""
-        names = ("qkv", "o", "gate_up", "down")
-        return {name: getattr(self, name).dense(dtype) for name in names}
+    @property
+    def nbytes(self) -> int:
+        return self.qkv.nbytes + self.o.nbytes + self.ffn.nbytes
+
+    def dense(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Returns the products of a prefill, see ``Forward.products``."""
+        return {"qkv": self.qkv.product(dtype), "o": self.o.product(dtype), **self.ffn.dense(dtype)}
 
 
 class DeviceWeights:
@@ -113,25 +68,71 @@ class DeviceWeights:
 
     @property
     def nbytes(self) -> int:
-        stacks = [s for each in self.layers for s in (each.qkv, each.o, each.gate_up, each.down)]
-        return sum(stack.nbytes for stack in [*stacks, self.output])
+        return sum(layer.nbytes for layer in self.layers) + self.output.nbytes
 
     def _layer(self, layer: LayerWeights) -> DeviceLayer:
         # device/engine.py refuses the others
-        assert isinstance(layer, AttentionWeights) and isinstance(layer.ffn, GatedWeights)
-        vectors: dict[str, Any] = {
-            name: self._vector(getattr(layer, name))
-            for name in ("attn_norm", "q_norm", "k_norm", "ffn_norm")
-        }
-        q, *kv = (replace(each, bias=self._vector(each.bias)) for each in layer.inputs())
-        vectors |= {"q": q, "kv": tuple(kv)}
+        assert isinstance(layer, AttentionWeights) and layer.ffn is not None
+        vectors: dict[str, Any] = {name: self._vector(getattr(layer, name)) for name in VECTORS}
+        biased = (*layer.inputs(), layer.o)
+        q, *kv, o = (replace(each, bias=self._vector(each.bias)) for each in biased)
+        vectors |= {"q": q, "kv": tuple(kv), "o": o}
         return DeviceLayer(
             vectors=replace(layer, **vectors),
-            qkv=self._stack(layer.q, layer.k, layer.v),
+            qkv=self._stack(*layer.inputs()),
             o=self._stack(layer.o),
-            gate_up=self._stack(*layer.ffn.gate_up),
-            down=self._stack(layer.ffn.down),
+            ffn=self._experts(layer.ffn)
+            if isinstance(layer.ffn, ExpertWeights)
+            else self._gated(layer.ffn),
         )
+
+    def _gated(self, ffn: GatedWeights) -> GatedStacks:
+        return GatedStacks(self._stack(*ffn.gate_up), self._stack(ffn.down))
+
+    def _experts(self, ffn: ExpertWeights) -> DeviceExperts:
+        params, linear = ffn.params, ffn.router
+        router = [host_matvec.dequantize(linear.code, linear.data, linear.n_columns)]
+        if ffn.shared_gate is not None:
+            router.append(ffn.shared_gate[None])
+        routing = Routing(
+            params.n_expert_used,
+            is_sigmoid=params.gating == "sigmoid",
+            is_normalised=params.normalised,
+            bias=self._vector(linear.bias),
+            choice_bias=self._vector(ffn.choice_bias),
+            scales=self._vector(ffn.scales),
+            n_group=params.n_group,
+            n_group_used=params.n_group_used,
+        )
+        return DeviceExperts(
+            router=self._vector(np.concatenate(router)),
+            routing=routing,
+            gate_up=self._expert_stack(*ffn.experts.gate_up),
+            down=self._expert_stack(ffn.experts.down),
+            biases=None if ffn.biases is None else tuple(map(self._vector, ffn.biases)),
+            shared=None if ffn.shared is None else self._gated(ffn.shared),
+            norms=None if ffn.norms is None else self._norms(ffn.norms),
+        )
+
+    def _norms(self, norms: ExpertNorms) -> ExpertNorms:
+        vectors: dict[str, Any] = {
+            each.name: self._vector(getattr(norms, each.name)) for each in fields(norms)
+        }
+        return ExpertNorms(**vectors)
+
+    def _expert_stack(self, *linears: Linear) -> ExpertStack:
+        """Returns the matrices of all experts. In one format they lie expert by expert."""
+        n_expert = linears[0].n_matrices
+        parts: list[PackedMatrix] = []
+        for _, group in groupby(linears, lambda linear: linear.code):
+            alike = list(group)
+            first = alike[0]
+            rows = [each.data.reshape(n_expert, -1, each.data.shape[1]) for each in alike]
+            data = first.data
+            if len(alike) > 1:
+                data = np.concatenate(rows, axis=1).reshape(-1, first.data.shape[1])
+            parts.extend(self._stack(replace(first, data=data)).parts)
+        return ExpertStack(parts, n_expert)
 
     def _vector(self, array: np.ndarray | None) -> Any:
         return None if array is None else torch.from_numpy(array).to(self.device)

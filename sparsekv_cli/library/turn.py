@@ -23,6 +23,7 @@ from sparsekv_cli.methods.base import Method
 from sparsekv_cli.model import Model
 from sparsekv_cli.prefix.folder import PrefixFolder, limit_of
 from sparsekv_cli.prefix.prefixes import Prefixes, prompts_in
+from sparsekv_cli.prefix.snapshots import can_keep
 from sparsekv_cli.sequence import Attention, Sequence
 from sparsekv_cli.settings.option import MAX_WHOLE
 
@@ -156,7 +157,7 @@ def rows_on_disk(
 
     limit: see ``limit_of``. repair: see ``move_passages``.
     """
-    if folder is None or method.n_queried is None:
+    if folder is None or method.n_queried is None or not can_keep(model.decoder):
         return None
     kept = PrefixFolder(folder, limit_of(folder, limit), LOG.warning)
     prompts = prompts_in(kept, model.decoder, method.kv_types, method.n_queried, LOG.debug)

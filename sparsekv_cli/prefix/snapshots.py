@@ -13,6 +13,7 @@ import numpy as np
 
 from sparsekv_cli.cache.layer import BoundedCache, LayerCache, Snapshot
 from sparsekv_cli.cache.window import WindowCache
+from sparsekv_cli.models.forward import Forward
 from sparsekv_cli.prefix.blocks import (
     BLOCK,
     SNAPSHOT,
@@ -138,3 +139,8 @@ def _sizes(
 def _name_of(header: BlockHeader) -> str:
     """Returns the file of the snapshot at a block's end."""
     return header.name.removesuffix(SUFFIX) + SNAPSHOT
+
+
+def can_keep(decoder: Forward) -> bool:
+    """Returns whether a decoder's rows can be kept. On a GPU those of window layers cannot."""
+    return not (decoder.gpu and decoder.hparams.other_layers)

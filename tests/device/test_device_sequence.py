@@ -138,14 +138,15 @@ def test_architectures(tmp_path, arch, kv):
     [
         ("granitemoe", "experts"),
         ("gpt-oss", "experts"),
-        ("gemma2", "window layers"),
-        ("glm4", "norms after its blocks"),
-        ("arcee", "its activation"),
-        ("qwen3next", "experts"),
+        ("lfm2", "recurrent layers"),
+        ("gemma4", "inputs of its layers and layers without own rows"),
+        ("qwen3next", "experts and recurrent layers"),
+        ("deepseek2", "experts and latent attention"),
     ],
 )
 def test_what_has_no_kernels_is_refused_or_runs_on_the_cpu(tmp_path, arch, what, monkeypatch):
-    path = make_model(tmp_path / "m.gguf", arch=arch, **SIZES)
+    sizes = {"n_layer": 4} if arch == "gemma4" else SIZES
+    path = make_model(tmp_path / "m.gguf", arch=arch, **sizes)
     config = SessionConfig(device="cuda")
     with pytest.raises(SparseKVError, match=f"{arch} with {what} does not run on a GPU; use --de"):
         open_sequence(path, build_method("full", {}), config)

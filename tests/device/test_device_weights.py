@@ -29,7 +29,7 @@ def test_a_format_without_a_kernel_is_held_as_bf16(name, tmp_path):
     path = make_model(tmp_path / "m.gguf", wtype=name, n_layer=1, n_ff=256)
     weights = weights_of(path)
     on_device = DeviceWeights(weights, torch.device("cpu"), "quantized")
-    (part,) = on_device.layers[0].down.parts
+    (part,) = on_device.layers[0].ffn.down.parts
     (tensor,) = (t for t in GGUFReader(path).tensors if t.name == "blk.0.ffn_down.weight")
     exact = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).reshape(256, 256))
     assert part.name == "BF16"

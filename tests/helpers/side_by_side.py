@@ -16,8 +16,8 @@ from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.sals.latent import rotate_ref
 from sparsekv_cli.device.batching import prepare_runs
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, StepNumbers, grid_bound
+from sparsekv_cli.device.layers.prefill import attend_causal
 from sparsekv_cli.device.methods import device_cache
-from sparsekv_cli.device.prefill import attend_causal
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.settings.config import SessionConfig

@@ -11,18 +11,20 @@ import triton.language as tl
 from gguf import GGMLQuantizationType
 from gguf.constants import GGML_QUANT_SIZES
 
-from sparsekv_cli.kernels.attention import decode, recent, scores, select
+from sparsekv_cli.kernels.attention import decode, prefill, recent, scores, select
 from sparsekv_cli.kernels.attention.decode import NewRow
+from sparsekv_cli.kernels.attention.softmax import RingWindow, ScoreSoftmax
 from sparsekv_cli.kernels.clock import take_time
+from sparsekv_cli.kernels.experts import routing
 from sparsekv_cli.kernels.fasa import chunks, row_cache
 from sparsekv_cli.kernels.freekv import choice, correction, recall
 from sparsekv_cli.kernels.freekv import pages as page_cache
-from sparsekv_cli.kernels.layer import decode as layer
+from sparsekv_cli.kernels.layer import rows as layer
 from sparsekv_cli.kernels.quest import pages, step
 from sparsekv_cli.kernels.quest import scores as of_quest
 from sparsekv_cli.kernels.sals import attention, latent
 from sparsekv_cli.kernels.sals import scores as of_sals
-from sparsekv_cli.kernels.weights import dot, packed
+from sparsekv_cli.kernels.weights import dot, matvec, packed
 from sparsekv_cli.kernels.weights.dequantize import dequantize
 
 Launches = Iterator[Callable[[], object]]
@@ -53,6 +55,11 @@ def attention_decode() -> Launches:
         yield partial(decode.attend_dense, q, cache, cache, n, capacity, 1.0, new=row)
         if (n_kv, capacity) == (8, 32768):
             yield partial(decode.attend_dense, q, cache, cache, n, capacity, 1.0)
+            capped = ScoreSoftmax(1.0, 50.0, torch.empty(n_head))
+            of_window = partial(decode.attend_dense, q, cache, cache, n, 1024, new=row)
+            yield partial(of_window, softmax=1.0, window=RingWindow(1024, 1152))
+            yield partial(of_window, softmax=capped, window=RingWindow(1024, 1152))
+            yield partial(decode.attend_dense, q, cache, cache, n, capacity, capped, new=row)
             others = decode.Attended(torch.empty(n_batch, n_head, d), torch.empty(n_batch, n_head))
             yield partial(decode.attend_dense, q, cache, cache, n, 4, 1.0, others=others)
         n_list = n_kv if d == 64 else n_head
@@ -60,7 +67,21 @@ def attention_decode() -> Launches:
         counts = torch.zeros(n_batch, n_list, dtype=torch.int32)
         lse = torch.empty(n_batch, n_head)
         yield partial(decode.attend_rows, q, cache, cache, idx, counts, 1.0, lse=lse)
+        if (n_kv, capacity) == (8, 32768):
+            yield partial(decode.attend_rows, q, cache, cache, idx, counts, capped)
     yield partial(decode.attend_dense, q.half(), cache, cache, n, capacity, 1.0)
+
+
+def attention_prefill() -> Launches:
+    for n_head, n_kv, d in ((32, 8, 128), (8, 4, 256), (8, 1, 512), (9, 3, 64), (6, 2, 80)):
+        q = torch.empty(n_head, 2048, d, dtype=torch.bfloat16)
+        k = torch.empty(n_kv, 8192, d, dtype=torch.float16)
+        softmax = ScoreSoftmax(1.0, 50.0, torch.empty(n_head))
+        yield partial(prefill.attend_causal, q, k, k, softmax, 1024)
+        yield partial(prefill.attend_causal, q.float(), k, k, softmax)
+        if n_kv == 8:
+            yield partial(prefill.attend_causal, q, k, k, 1.0, 1024)
+            yield partial(prefill.attend_causal, q[:, :3].contiguous(), k, k, 1.0, 1024)
 
 
 def attention_recent() -> Launches:
@@ -98,6 +119,24 @@ def attention_select() -> Launches:
 def clock() -> Launches:
     for stop in (False, True):
         yield partial(take_time, torch.zeros(2, dtype=torch.int64), stop=stop)
+
+
+def experts_routing() -> Launches:
+    for n_expert, n_used, n_group in ((8, 2, 1), (128, 8, 1), (256, 8, 8), (512, 10, 1)):
+        vector = torch.zeros(n_expert)
+        logits = torch.zeros(2, n_expert)
+        plain = routing.Routing(n_used, n_group=n_group, n_group_used=max(1, n_group // 2))
+        yield partial(routing.route, logits, plain)
+        yield partial(routing.route, logits, plain._replace(is_sigmoid=True, choice_bias=vector))
+        yield partial(routing.route, logits, plain._replace(bias=vector, scales=vector))
+    chosen, weights = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, 8)
+    for dtype in (torch.float32, torch.bfloat16):
+        results, bias = torch.zeros(16, 2880, dtype=dtype), torch.zeros(4, 2880)
+        shared = routing.Shared(torch.zeros(2, 2880, dtype=dtype), torch.zeros(2))
+        sum_up = partial(routing.mix, results, chosen, weights)
+        yield sum_up
+        yield partial(sum_up, places=chosen, bias=bias, shared=shared)
+        yield partial(routing.add_biases, results, chosen.flatten(), bias)
 
 
 def fasa_chunks() -> Launches:
@@ -193,29 +232,37 @@ def summaries_of_pages() -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]
         yield n_kv, page, torch.empty(2, n_head, d), hi
 
 
-def layer_decode() -> Launches:
-    for n in (576, 4096):
-        x, weight = torch.zeros(2, n), torch.zeros(n)
-        yield partial(layer.rms_norm, x, weight, 1e-5)
-        yield partial(layer.rms_norm, x, weight, 1e-5, x)
-    yield partial(layer.silu_multiply, torch.zeros(2, 2 * 14336))
-    for n_head, n_kv, d in ((32, 8, 128), (32, 32, 128), (9, 3, 64), (6, 2, 80)):
-        out = layer.empty_heads(2, n_head, n_kv, d, d, CPU)
-        raw, table = torch.zeros(2, (n_head + 2 * n_kv) * d), torch.zeros(64, d // 2)
-        pos, norm = torch.zeros(2, dtype=torch.int32), torch.zeros(d)
+def layer_rows() -> Launches:
+    """For a step of two sequences, and for a chunk of a prefill."""
+    for n_rows, dtype in ((2, torch.float32), (2048, torch.bfloat16)):
+        for n in (576, 4096):
+            x, weight = torch.zeros(n_rows, n), torch.zeros(n)
+            out, y = torch.zeros(n_rows, n, dtype=dtype), torch.zeros(n_rows, n, dtype=dtype)
+            yield partial(layer.rms_norm, x, weight, 1e-5, out=out)
+            yield partial(layer.rms_norm, x, weight, 1e-5, layer.Added(y))
+            yield partial(layer.add_rows, x, 1e-5, layer.Added(y, 1.0, weight, weight))
+        for activation in layer.ACTIVATIONS:
+            gate_up = torch.zeros(n_rows, 2 * 14336, dtype=dtype)
+            yield partial(layer.gate_rows, gate_up, activation)
+        yield from _heads(n_rows, dtype)
+
+
+def _heads(n_rows: int, dtype: torch.dtype) -> Iterator[Callable[[], object]]:
+    for n_head, n_kv, d in ((32, 8, 128), (32, 32, 128), (9, 3, 64), (6, 2, 80), (8, 4, 256)):
+        is_first = n_rows > 2
+        out = layer.empty_heads(n_rows, (n_head, n_kv, d, d), CPU, dtype, heads_first=is_first)
+        raw = torch.zeros(n_rows, (n_head + 2 * n_kv) * d, dtype=dtype)
+        table, scale, norm = torch.zeros(4096, d // 2), torch.zeros(4096), torch.zeros(d)
+        pos = torch.zeros(n_rows, dtype=torch.int32)
         biases = torch.zeros(n_head * d), torch.zeros(n_kv * d), torch.zeros(n_kv * d)
-        none = (None, None, None)
-        scale = torch.zeros(64)
         variants = (
-            (biases, (norm, norm), scale, False),
-            (none, none[:2], None, True),
-            (none, none[:2], scale, True),
+            (layer.HeadVectors(*biases, norm, norm, norm), False),
+            (layer.HeadVectors(), True),
+            (layer.HeadVectors(q_norm=biases[0], k_norm=biases[1]), False),
         )
-        for given, norms, q_scale, interleaved in variants if n_kv == 8 else variants[:1]:
-            yield partial(
-                layer.split_heads, raw, out, pos, table, table, q_scale, biases=given, norms=norms,
-                interleaved=interleaved,
-            )  # fmt: skip
+        for weights, interleaved in variants if n_kv == 8 else variants[:1]:
+            rotation = layer.Rotation(pos, table, table, scale, d, interleaved)
+            yield partial(layer.split_heads, raw, out, rotation, weights, heads_first=is_first)
 
 
 def quest_pages() -> Launches:
@@ -325,6 +372,10 @@ def weights_matvec() -> Launches:
     for name in ("Q4_0", "Q6_K"):  # one warp a row
         yield partial(dot.multiply, empty_matrix(name, 96, 768), torch.zeros(1, 768))
     yield partial(dot.multiply, empty_matrix("Q4_K", 4096, 14336), torch.zeros(1, 14336))
+    of_pairs = matvec.PairChoice(torch.zeros(16, dtype=torch.int32), 8, 4)  # of experts
+    for name in packed.PACKABLE:
+        w = empty_matrix(name, 4 * 1536, 2048)
+        yield partial(dot.multiply_chosen, w, torch.zeros(2, 2048), of_pairs)
 
 
 @triton.jit

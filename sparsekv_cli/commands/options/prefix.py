@@ -145,7 +145,7 @@ def open_prompt_rows(model: Model, options: PrefixOptions, method: Method) -> Pr
         )
     if options.session is None:
         return prefixes_maker(model, options)(method)
-    reason, n_queried = _reason_against(method), method.n_queried
+    reason, n_queried = _reason_against(method, model), method.n_queried
     if not reason and model.hparams.other_layers:
         reason = f"{model.hparams.other_layers} do not keep the rows of all tokens"
     if reason or n_queried is None:
@@ -181,7 +181,7 @@ def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], P
             )
         if options.is_off:
             return None
-        reason, n_queried = _reason_against(method), method.n_queried
+        reason, n_queried = _reason_against(method, model), method.n_queried
         if directory is None:
             reason = "there is no home folder and no XDG_CACHE_HOME"
         if reason or n_queried is None or directory is None:
@@ -195,9 +195,15 @@ def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], P
     return make
 
 
-def _reason_against(method: Method) -> str:
-    """Returns why a method cannot keep prompts on disk; empty if it can."""
-    return f"{method.name} needs the queries of all tokens" if method.n_queried is None else ""
+def _reason_against(method: Method, model: Model) -> str:
+    """Returns why a method and a model cannot keep prompts on disk; empty if they can."""
+    from sparsekv_cli.prefix.snapshots import can_keep
+
+    if method.n_queried is None:
+        return f"{method.name} needs the queries of all tokens"
+    if not can_keep(model.decoder):
+        return f"rows of {model.hparams.other_layers} on a GPU cannot be kept"
+    return ""
 
 
 def _warn(text: str) -> None:

@@ -53,6 +53,8 @@ class Recent(NamedTuple):
 class DeviceFreeKV(DeviceCache):
     """One layer. Rows lie in a DeviceStore in dense steps and prefills, else in DevicePages."""
 
+    takes_softcap = False
+
     side: SideStream
 
     def __init__(self, spec: LayerSpec, device: torch.device, method: FreeKV) -> None:
@@ -249,7 +251,8 @@ class DeviceFreeKV(DeviceCache):
             previous=previous,
         )  # fmt: skip
         recall.fetch_pages(arrays, layout, n, recent, work.idx, work.counts, pools=self._pools)
-        out = attention.attend_rows(x.q, *resident_rows(arrays), work.idx, work.counts, scale, out)
+        k, v = resident_rows(arrays)
+        out = attention.attend_rows(x.q, k, v, work.idx, work.counts, self.softmax, out)
         if self.records_attended:
             self._note_positions(arrays, int(n[0]))
         if self._ahead:
@@ -267,7 +270,7 @@ class DeviceFreeKV(DeviceCache):
         """Runs a step that attends to all rows."""
         self.attended = None
         previous.copy_(x.q)
-        return attend_all(x, k, v, self._n_max, float(self.spec.scale), out)
+        return attend_all(x, k, v, self._n_max, self.softmax, out)
 
     def _note_positions(self, arrays: PageTensors, n: int) -> None:
         """Does ``keep_attended`` for a step at n rows of a sequence, before the next choice."""

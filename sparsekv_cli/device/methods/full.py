@@ -19,7 +19,7 @@ class DeviceDense(DeviceCache):
 
     def decode(self, x: DeviceInput, out: torch.Tensor | None = None) -> torch.Tensor:
         k, v = self.batch_tensors(len(x.q))
-        return attend_all(x, k, v, self._n_max, float(self.spec.scale), out)
+        return attend_all(x, k, v, self._n_max, self.softmax, out)
 
     def end_step(self, n: int) -> None:
         self.store.n = n

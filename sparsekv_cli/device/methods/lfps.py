@@ -20,6 +20,7 @@ import torch
 from sparsekv_cli.cache.spec import N_SINKS, Memory
 from sparsekv_cli.device.cache import UNLIMITED, CachePlan
 from sparsekv_cli.device.host import HostCache, HostWorker
+from sparsekv_cli.device.layers.prefill import softmax_on
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention.decode import Attended
 from sparsekv_cli.methods.lfps import LFPSCache
@@ -40,6 +41,7 @@ class HostLFPS(HostCache):
             torch.zeros(1, n_kv, N_SINKS, width, dtype=torch.float16, device=worker.device)
             for width in (d, d_v)
         )
+        self._softmax = softmax_on(cache.spec, worker.device)
         self._count = torch.full((1,), N_SINKS, dtype=torch.int32, device=worker.device)
         self._copied = False
         self._n_steps = 0
@@ -61,9 +63,9 @@ class HostLFPS(HostCache):
         return CachePlan(None, UNLIMITED if self._copied else n)
 
     def attend_on_device(self, q: torch.Tensor, others: Attended, out: torch.Tensor) -> None:
-        """Attends to the sinks."""
+        """Attends to the first rows. A model's sinks are in this part, too."""
         attention.attend_dense(
-            q, self._k, self._v, self._count, N_SINKS, float(self.spec.scale), out, others=others
+            q, self._k, self._v, self._count, N_SINKS, self._softmax, out, others=others
         )
 
     def decode(self, x: Any) -> np.ndarray:

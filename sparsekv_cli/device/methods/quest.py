@@ -16,6 +16,8 @@ from sparsekv_cli.kernels.quest.step import PageRules, step_rows
 class DeviceQuest(DeviceSelecting):
     """K, V and the summaries of one layer's whole pages. method: methods/quest.py Quest."""
 
+    takes_softcap = False
+
     def __init__(self, spec: LayerSpec, device: torch.device, method: Any) -> None:
         super().__init__(spec, device, method)
         self._n_page = 0  # whole pages that have their summaries

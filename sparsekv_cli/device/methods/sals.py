@@ -57,6 +57,8 @@ class _Matrices(NamedTuple):
 class DeviceSALS(DeviceCache):
     """Latents, packed values, exact rows and basis of one layer. method: methods/sals.py SALS."""
 
+    takes_softcap = False
+
     def __init__(self, spec: LayerSpec, device: torch.device, method: Any) -> None:
         super().__init__(spec, device, method)
         self._rank, self._score_rank = method.ranks(spec)
@@ -234,12 +236,12 @@ class DeviceSALS(DeviceCache):
         return max(n - self.method.window, self._ring_from, self._first)
 
     def decode(self, x: Any, out: torch.Tensor | None = None) -> Any:
-        spec, step, scale = self.spec, x.step, float(self.spec.scale)
+        spec, step = self.spec, x.step
         tensors = self.batch_tensors(len(x.q))
         self.attended = None
         if not self._is_compressed:
             k, v = tensors
-            return attend_all(x, k, v, self._n_max, scale, out)
+            return attend_all(x, k, v, self._n_max, self.softmax, out)
         latents, values, *parts = tensors
         exact, basis, bits = latent.Exact(*parts), self._basis, self.method.bits
         encoded = dot.multiply(self._matrices.encode, x.k_nope.flatten(1))
@@ -253,7 +255,14 @@ class DeviceSALS(DeviceCache):
             len(x.q), spec.n_head, spec.n_head_kv, spec.value_dim, m, self.device
         )
         attention.attend_rows(
-            x.q, exact.k, exact.v, exact.listed, exact.counts, scale, pieces.out[-1], pieces.lse[-1]
+            x.q,
+            exact.k,
+            exact.v,
+            exact.listed,
+            exact.counts,
+            self.softmax,
+            pieces.out[-1],
+            pieces.lse[-1],
         )
         tops = select.empty_tops(len(x.q), 1, self._n_max, self._k_max, self.device)
         importance = self._importance(x, latents, exact, pieces.lse[-1], tops)
@@ -261,8 +270,8 @@ class DeviceSALS(DeviceCache):
         if self.records_attended:
             self._note_positions(idx, counts, int(step.n[0]))
         latent_attention.attend_latents(
-            x.q, idx, counts, latents, values, basis, bits, spec.value_dim, scale, self._first,
-            pieces,
+            x.q, idx, counts, latents, values, basis, bits, spec.value_dim, self.softmax.scale,
+            self._first, pieces,
         )  # fmt: skip
         return attention.merge(*pieces, out)
 

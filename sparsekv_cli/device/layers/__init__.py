@@ -1,0 +1,1 @@
+"""The layers of a model on a device: their steps, matrices, experts and windows."""
