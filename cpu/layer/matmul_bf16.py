@@ -117,8 +117,9 @@ def _multiply_panel(panel, x, low, begin, end, sums):
     unit_bytes, row_bytes, at = x.strides[1], x.strides[2], panel.ctypes.data
     for tile in range(begin, end):
         rows, to = x[tile, low].ctypes.data, sums[tile - begin].ctypes.data
-        sizes = row_bytes, unit_bytes, at, panel_row, n_units
-        bf16.multiply(VECTORS, rows, *sizes, to, panel_row, low > 0)
+        bf16.multiply(  # with all arguments apart: a literal among starred ones is none to numba
+            VECTORS, rows, row_bytes, unit_bytes, at, panel_row, n_units, to, panel_row, low > 0
+        )
 
 
 @njit(cache=True, nogil=True)
