@@ -74,8 +74,9 @@ def affordable_rows(file: GGUFFile, hparams: HParams) -> int:
     """Returns how many rows a calibration may send through all layers.
 
     This takes a minute on two cores, or five minutes for a model of 8B parameters. A small model
-    needs less time for the whole text. The number depends only on the model, so that a slow machine
-    computes the same calibration.
+    needs less time for the whole text. ``faedkv`` takes more rows if they would not be enough for
+    its trials. The number depends only on the model, so that a slow machine computes the same
+    calibration.
     """
     return max(LEAST_ROWS, int(PRODUCTS / layer_products(file, hparams)))
 

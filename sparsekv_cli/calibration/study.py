@@ -54,11 +54,12 @@ class Study:
         n_recent: int,
         layers: Sequence[int],
         n_text: int = 0,
+        least_scored: int = LEAST_SCORED,
     ) -> None:
         """n_sinks, n_recent: rows of a prefix that no trial changes. layers: each trial's layer.
 
         n_text: tokens that ``pass_over_text`` reads. The first window's prefix is part of that
-        pass.
+        pass. least_scored: rows of a window that score a trial, at least, for a large model.
         """
         self.run = run
         n_ids, depths = len(run.ids), sum(depth(layer, run.specs) for layer in layers)
@@ -69,7 +70,7 @@ class Study:
         n_affordable = self._affordable(n_text, n_windows, depths)
         if n_affordable < min(self.n_scored, WORTH_A_WINDOW):
             n_windows, n_affordable = 1, self._affordable(n_text, 1, depths)
-        self.n_scored = min(self.n_scored, max(LEAST_SCORED, n_affordable))
+        self.n_scored = min(self.n_scored, max(least_scored, n_affordable))
         last = n_ids - self.n_prefix - self.n_scored - 1
         self.starts = np.linspace(0, last, n_windows).astype(int).tolist() if layers else []
         self.n_rows = self._rows(n_text, len(self.starts), depths)

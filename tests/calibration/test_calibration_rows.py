@@ -39,12 +39,14 @@ def test_rows_follow_from_the_weights_that_a_row_takes(n_weights, n_used):
     assert found == max(LEAST_ROWS, PRODUCTS / (n_weights * n_used / 8))
 
 
-def plan(n_layer: int, n_trials: int, dense: tuple[int, ...], n_rows: int, has_text: bool) -> Study:
+def plan(
+    n_layer: int, n_trials: int, dense: tuple[int, ...], n_rows: int, has_text: bool, least: int = 6
+) -> Study:
     specs: Any = [SimpleNamespace(layer=i, source=-1, shares_input=False) for i in range(n_layer)]
     nothing: Any = None
     run = CalibrationRun(specs, range(4096), nothing, lambda share: None, n_rows)
     layers = [i for i in range(n_layer) if i not in dense for _ in range(n_trials)]
-    return Study(run, 16, 64, layers, len(run.statistics_ids) if has_text else 0)
+    return Study(run, 16, 64, layers, len(run.statistics_ids) if has_text else 0, least)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +63,8 @@ def test_large_models_take_the_rows_of_their_time(n_layer, n_weights, n_trials, 
     assert found.n_rows <= 1.01 * n_rows and len(found.starts) == 1
     assert n_rows * n_weights <= (4.8e12 if n_layer == 28 else 2.6e13)
     assert found.n_scored == LEAST_SCORED if not has_text else found.n_scored > 4 * LEAST_SCORED
+    wider = plan(n_layer, n_trials, dense, n_rows, has_text, 24)
+    assert wider.n_scored == max(24, found.n_scored) and wider.n_rows < 3.5 * n_rows
     small = plan(n_layer, n_trials, dense, 1 << 30, has_text)
     assert len(small.starts) == 2 and small.n_scored == N_SCORED
 
@@ -108,8 +112,8 @@ def test_passes_take_the_rows_that_are_planned(name, n_rows, model, monkeypatch)
     plans: list[Study] = []
     begin = Study.__init__
 
-    def kept(self: Study, *args: Any) -> None:
-        begin(self, *args)
+    def kept(self: Study, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
         plans.append(self)
 
     monkeypatch.setattr(Study, "__init__", kept)
