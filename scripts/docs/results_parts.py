@@ -270,6 +270,7 @@ MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "greedy": of_trained(partial(trained_script, TRUTH, "greedy", may_end_with=1)),
     "memory": of_trained(peak_memory),
     "near_ties": of_trained(partial(trained_script, "accuracy/near_ties", "near_ties")),
+    "neighbours": of_trained(partial(trained_script, "budget/neighbours", "neighbours")),
     "options": without_texts,
     "peer": with_larger(peer_records, "peer", "large", "peer_large"),
     "peer_several": of_trained(partial(peer_records, "together")),
