@@ -22,7 +22,7 @@ from sparsekv_cli.device.cache import CachePlan, DeviceInput, StepNumbers
 from sparsekv_cli.device.methods.freekv import DeviceFreeKV
 from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.device.streams import SideStream
-from sparsekv_cli.kernels.layer.decode import silu_multiply
+from sparsekv_cli.kernels.layer.rows import gate_rows
 
 N_LAYER = 1
 
@@ -92,7 +92,7 @@ def read_beside(captured: bool) -> Callable[[pytest.MonkeyPatch], None]:
 
 def launch_if_captured(_: Any, x: Any) -> None:
     if torch.cuda.is_current_stream_capturing():
-        silu_multiply(x.q.flatten(1))
+        gate_rows(x.q.flatten(1), "silu")
 
 
 def rows_move(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The fused passes of a prefill against the steps of a device's (device/prefill.py)."""
+"""The fused passes of a prefill against steps in torch (tests/helpers/torch_chunk_steps.py)."""
 
 from itertools import product
 
@@ -7,12 +7,12 @@ import pytest
 import torch
 from opened import open_sequence
 from tiny_models import make_model
+from torch_chunk_steps import TorchChunkSteps
 
 from sparsekv_cli.cpu.layer import prefill as kernels
 from sparsekv_cli.cpu.layer.activation import ACTIVATIONS, gate_ref
 from sparsekv_cli.cpu.layer.rows import HeadWeights
 from sparsekv_cli.device.host import as_array, as_tensor
-from sparsekv_cli.device.prefill import TorchChunkSteps
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.models.chunk_steps import FusedBF16ChunkSteps, FusedChunkSteps
 from sparsekv_cli.settings.config import SessionConfig
