@@ -148,7 +148,8 @@ def test_a_gpu_refuses_them_by_name(arch, tmp_path):
 
     path = make_model(tmp_path / "model.gguf", **LONG_CASES[arch])
     sequence = open_sequence(path, Full(), CONFIG)
-    with pytest.raises(SparseKVError, match=f"architecture {arch} with recurrent layers does not run"):
+    refusal = f"architecture {arch} with recurrent layers does not run"
+    with pytest.raises(SparseKVError, match=refusal):
         open_device_engine(
             None, sequence.model.hparams, None, None, Full(), CONFIG, 1, 64, None
         )  # fmt: skip
