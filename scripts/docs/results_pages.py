@@ -192,9 +192,16 @@ def gains(data: Data) -> str:
 
     kept = next(row for row in data["prefix"]["rows"] if row["method"] == "full")
     speeds = results_plots.of_last_model(data["real_speed"])
-    far = (r for r in data.get("depth", {"rows": []})["rows"] if r["model"] == speeds[-1]["model"])
-    of_full = {r["depth"]: r["of_full"] for r in (*speeds, *far) if r["method"] == "lfps"}
-    deepest = max(of_full)
+    far = [r for key, told in data.items() if key.partition("@")[0] == "depth"
+           for r in told["rows"] if r["model"] == speeds[-1]["model"]]  # fmt: skip
+    lfps = [r for r in (*speeds, *far) if r["method"] == "lfps"]
+    deepest = max(row["depth"] for row in lfps)
+
+    def of_full(depth: int) -> str:
+        """The least and the most ratio of lfps to full at a depth, on all machines."""
+        shown = sorted(f"{row['of_full']:.1f}" for row in lfps if row["depth"] == depth)
+        return " to ".join(dict.fromkeys((shown[0], shown[-1]))) + " times"
+
     eight = {
         row["test"].rpartition(", ")[2]: row["ratio"]
         for row in data["peer_several"]["rows"]
@@ -207,8 +214,8 @@ def gains(data: Data) -> str:
          f"{kept['without_s']:.1f} s for the first one (135M, {kept['prompt_tokens']} tokens)"),
         ("decoding with `full`, at the start", times("tg16 @ d0, full"), faster),
         ("the same after 8192 tokens", times("tg16 @ d8192, full"), faster),
-        ("a sparse method (`lfps`) after 8192 tokens", f"{of_full[8192]:.1f} times", "our `full`"),
-        (f"the same after {deepest} tokens", f"{of_full[deepest]:.1f} times", "our `full`"),
+        ("a sparse method (`lfps`) after 8192 tokens", of_full(8192), "our `full`"),
+        (f"the same after {deepest} tokens", of_full(deepest), "our `full`"),
         ("8 sequences of 8192 tokens", f"{eight['full']:.1f} times, with `lfps` "
          f"{eight['lfps']:.1f}", "llama.cpp"),
     ]  # fmt: skip
