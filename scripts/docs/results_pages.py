@@ -160,11 +160,12 @@ the first row (`--sparse-from 0`). In brackets is the speed as times that of `fu
         tasks = ("vt", "niah_multikey_2", "niah_multikey_3", "code")
         columns += " | KLD = kld_code:3"
         columns += "".join(f" | {task.removeprefix('niah_')} = {task}:0" for task in tasks)
-        counts = [min(row[f"{task}_n"] for task in tasks if task in row) for row in scores]
+        n_samples = [[row[f"{task}_n"] for task in tasks if task in row] for row in scores]
+        counts = [min(of_row) for of_row in n_samples if of_row]
         about += f""" KLD, on code, and scores are after {length} tokens. Scores are in per cent, \
 of RULER's tasks and a code task ({counts[-1]} samples of each)."""
         if (n := max(counts)) > counts[-1]:
-            more = [row for row, count in zip(scores, counts, strict=True) if count == n]
+            more = [row for row, of_row in zip(scores, n_samples, strict=True) if n in of_row]
             found = ", ".join(f"`{row['spec']}` {row['niah_multikey_3']:.0f}" for row in more)
             about += f" With {n} samples multikey_3 is: {found}."
     found, lines = table(rows, "method = method:code" + columns), map("- {}".format, remarks(data))

@@ -61,7 +61,7 @@ class FAEDKV(Method):
 
     paper: ClassVar[str] = "FAEDKV: Infinite-Window Fourier Transform (Li et al.)"
     description: ClassVar[str] = "keeps K and V as some of their frequencies along the tokens"
-    use: ClassVar[str] = "the gist of a text in a quarter of the memory; single facts are lost"
+    use: ClassVar[str] = "the gist and single facts of a text in a quarter of the memory"
     holds_all_rows: ClassVar[bool] = False
     needs: ClassVar[str] = CALIBRATION
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)
