@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv_cli.kernels.attention.threshold import list_largest
 from sparsekv_cli.kernels.checks import check
 from sparsekv_cli.kernels.freekv.pages import (
     ATTENDED,
@@ -34,8 +33,8 @@ from sparsekv_cli.kernels.quest.scores import (
     arrive_last,
     check_scored,
     check_scratch,
+    list_best_pages,
     page_tiling,
-    pool_splits,
     score_split,
 )
 
@@ -134,19 +133,13 @@ def _choose_pages_kernel(
         )  # fmt: skip
         if arrive_last(arrived_ptr + unit, n_split):
             keys_at = keys_ptr + unit.to(tl.int64) * n_candidate_max
-            pool_splits(
-                scores_ptr, peak_ptr, mass_ptr, keys_at, unit, n_page, n_split, n_candidate_max,
-                GROUP, TILE_G, BLOCK_S, PIECE,
-            )  # fmt: skip
-            tl.debug_barrier()
             n_best = tl.maximum((tl.load(budget_ptr + b) - reserved) // PAGE, 1)
             n_chosen = tl.minimum(n_best, n_page)
             fresh_at = fresh_ptr + unit * m
-            list_largest(
-                keys_at, keys_at, 0, n_page, n_chosen, fresh_at, BLOCK, PIECE, FITS,
-                ARE_SCORES=False, HAS_ROWS=False,
+            list_best_pages(
+                scores_ptr, peak_ptr, mass_ptr, keys_at, unit, n_page, n_split, n_candidate_max,
+                n_chosen, fresh_at, GROUP, TILE_G, BLOCK_S, PIECE, BLOCK, FITS,
             )  # fmt: skip
-            tl.debug_barrier()
             _assign_slots(
                 fresh_at, n_chosen, wanted, slot_of_ptr + unit.to(tl.int64) * n_page_max,
                 page_in_ptr + unit * n_slot, stamps_ptr + unit * n_slot, chosen_ptr + unit * m,

@@ -2,7 +2,7 @@
 
 cpu/quest/pages.py defines the scores of pages. Several programs score the pages of a kv head, a
 split each (``score_split``). Each counts its arrival when it is done. The last to arrive pools the
-scores of all (``pool_splits``), and goes on with the choice. No program waits for another.
+scores of all and chooses (``list_best_pages``). No program waits for another.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from sparsekv_cli.kernels.attention.decode import QUERY_TYPES, TILE, _tiling, _width
 from sparsekv_cli.kernels.attention.select import REGISTERS
-from sparsekv_cli.kernels.attention.threshold import order_keys
+from sparsekv_cli.kernels.attention.threshold import list_largest, order_keys
 from sparsekv_cli.kernels.checks import check
 
 PIECE = 1024  # pages that are pooled, and rows that are listed, at a time
@@ -112,7 +112,7 @@ def arrive_last(arrived_at, n_split):
 
 
 @triton.jit
-def pool_splits(
+def _pool_splits(
     scores_ptr, peak_ptr, mass_ptr, keys_at, unit, n_page, n_split, n_page_max,
     GROUP: tl.constexpr, TILE_G: tl.constexpr, BLOCK_S: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
@@ -135,6 +135,25 @@ def pool_splits(
         )  # fmt: skip
         shares = tl.exp2((scores - peak[:, None]) * 1.4426950408889634) / (mass[:, None] * GROUP)
         tl.store(keys_at + j, order_keys(tl.sum(shares, 0)), mask=j < n_page)
+
+
+@triton.jit
+def list_best_pages(
+    scores_ptr, peak_ptr, mass_ptr, keys_at, unit, n_page, n_split, n_page_max, n_chosen, chosen_at,
+    GROUP: tl.constexpr, TILE_G: tl.constexpr, BLOCK_S: tl.constexpr, PIECE: tl.constexpr,
+    BLOCK: tl.constexpr, FITS: tl.constexpr,
+):  # fmt: skip
+    """Pools the scores of all splits, and writes the n_chosen best pages to ``chosen_at``."""
+    _pool_splits(
+        scores_ptr, peak_ptr, mass_ptr, keys_at, unit, n_page, n_split, n_page_max, GROUP, TILE_G,
+        BLOCK_S, PIECE,
+    )  # fmt: skip
+    tl.debug_barrier()
+    list_largest(
+        keys_at, keys_at, 0, n_page, n_chosen, chosen_at, BLOCK, PIECE, FITS, ARE_SCORES=False,
+        HAS_ROWS=False,
+    )  # fmt: skip
+    tl.debug_barrier()
 
 
 class PageScratch(NamedTuple):

@@ -10,14 +10,13 @@ import triton
 import triton.language as tl
 
 from sparsekv_cli.kernels.attention.decode import NewRow, _width, check_new, store_row
-from sparsekv_cli.kernels.attention.threshold import list_largest
 from sparsekv_cli.kernels.quest.pages import check_summaries, summarise_page
 from sparsekv_cli.kernels.quest.scores import (
     arrive_last,
     check_scored,
+    list_best_pages,
     page_scratch,
     page_tiling,
-    pool_splits,
     score_split,
 )
 
@@ -83,19 +82,13 @@ def _step_kernel(
     )  # fmt: skip
     if arrive_last(arrived_ptr + unit, n_split):
         keys_at = keys_ptr + unit.to(tl.int64) * n_page_max
-        pool_splits(
-            scores_ptr, peak_ptr, mass_ptr, keys_at, unit, n_page, n_split, n_page_max, GROUP,
-            TILE_G, BLOCK_S, PIECE,
-        )  # fmt: skip
-        tl.debug_barrier()
         n_best = tl.maximum((tl.load(budget_ptr + b) - 1) // PAGE, 0)
         n_chosen = tl.minimum(n_best, n_page)
         chosen_at = chosen_ptr + unit * m
-        list_largest(
-            keys_at, keys_at, 0, n_page, n_chosen, chosen_at, BLOCK, PIECE, FITS, ARE_SCORES=False,
-            HAS_ROWS=False,
+        list_best_pages(
+            scores_ptr, peak_ptr, mass_ptr, keys_at, unit, n_page, n_split, n_page_max, n_chosen,
+            chosen_at, GROUP, TILE_G, BLOCK_S, PIECE, BLOCK, FITS,
         )  # fmt: skip
-        tl.debug_barrier()
         _list_rows(
             chosen_at, n_chosen, n, n_sinks, idx_ptr + unit.to(tl.int64) * width, counts_ptr + unit,
             PAGE, BLOCK_I, PIECE,
