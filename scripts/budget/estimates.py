@@ -3,50 +3,54 @@
 import numpy as np
 from budget.choices import LEAST, MOST, Step, rows_until, softmax
 
+from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.naive.base import rotate
-from sparsekv_cli.model import Model
 
+FASA, SALS = build_method("fasa", {}), build_method("sals", {})
 DECAY = 0.95  # of lfps' tables, a step
 
 
 class LayerEstimates:
     """Estimates of a layer: from calibrations, and from the steps that it has seen."""
 
-    def __init__(self, model: Model, layer: int) -> None:
-        self._fasa, self._sals = build_method("fasa", {}), build_method("sals", {})
-        calibrations = model.calibrations
-        self._fasa_spec = calibrations.specs(self._fasa)[layer]
-        self._sals_spec = calibrations.specs(self._sals)[layer]
+    def __init__(self, fasa_spec: LayerSpec, sals_spec: LayerSpec) -> None:
+        """Each spec has the layer's calibration of its method."""
+        self._fasa_spec, self._sals_spec = fasa_spec, sals_spec
         self._tables: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by kv head: ver, dist
 
-    def logs(self, g: int, step: Step, keys: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns estimates of the log of a row's weight, f64 (group, n).
+    def latents(self, keys: np.ndarray) -> np.ndarray:
+        """Returns the scored columns of sals' latents (n, r*). keys: of all kv heads (G, n, d)."""
+        spec, positions = self._sals_spec, np.arange(keys.shape[1])
+        straight = rotate(keys, -positions, spec.theta, 1 / spec.rope_scale)
+        u, w = self._basis()
+        return straight.swapaxes(0, 1).reshape(len(positions), -1) @ (w[:, None] * u)
 
-        g: the kv head. keys: of all kv heads, f64 (G, n, d).
-        """
-        found = {"fasa": self._by_chunks(g, step), "sals": self._by_latents(g, step, keys)}
+    def logs(self, g: int, step: Step, latents: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns estimates of the log of a row's weight, f64 (group, n). g: the kv head."""
+        found = {"fasa": self._by_chunks(g, step), "sals": self._by_latents(g, step, latents)}
         if g in self._tables:
             found["lfps"] = self._by_tables(g, len(step.k))
         return found
 
     def _by_chunks(self, g: int, step: Step) -> np.ndarray:
         """By the dims of fasa's dominant chunks."""
-        order, n_dims = self._fasa.dominant_dims(self._fasa_spec)
+        order, n_dims = FASA.dominant_dims(self._fasa_spec)
         dims = order[g, :n_dims]
         return step.q[:, dims] @ step.k[:, dims].T
 
-    def _by_latents(self, g: int, step: Step, keys: np.ndarray) -> np.ndarray:
-        """By keys that the scored columns of sals' latents reconstruct."""
-        spec, positions = self._sals_spec, np.arange(len(step.k))
-        _, n_scored = self._sals.ranks(spec)
-        u, w = (each.astype(np.float64) for each in self._sals.basis_of(spec))
-        straight = rotate(keys, -positions, spec.theta, 1 / spec.rope_scale)
-        latents = straight.swapaxes(0, 1).reshape(len(positions), -1) @ (w[:, None] * u)
-        d = keys.shape[2]
-        decode = (u / w[:, None])[g * d : (g + 1) * d, :n_scored]
-        again = rotate(latents[:, :n_scored] @ decode.T, positions, spec.theta, spec.rope_scale)
-        return step.q @ again.T
+    def _basis(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns U of the scored columns (G d, r*), and the weights w (G d,)."""
+        _, n_scored = SALS.ranks(self._sals_spec)
+        u, w = (each.astype(np.float64) for each in SALS.basis_of(self._sals_spec))
+        return u[:, :n_scored], w
+
+    def _by_latents(self, g: int, step: Step, latents: np.ndarray) -> np.ndarray:
+        """By keys that the latents reconstruct."""
+        spec, (n, d), (u, w) = self._sals_spec, step.k.shape, self._basis()
+        decode = (u / w[:, None])[g * d : (g + 1) * d]
+        keys = rotate(latents @ decode.T, np.arange(n), spec.theta, spec.rope_scale)
+        return step.q @ keys.T
 
     def _by_tables(self, g: int, n: int) -> np.ndarray:
         """By the sum of both tables, which know all steps before."""

@@ -180,6 +180,13 @@ def remarks(data: Data) -> Iterable[str]:
         yield drafts_remark(data["speculation"]["rows"])
 
 
+def range_of(ratios: Iterable[float]) -> str:
+    """The least and the most of some ratios, such as "1.2 to 2.5 times"."""
+    ordered = sorted(ratios)
+    shown = (f"{ratio:.1f}" for ratio in (ordered[0], ordered[-1]))
+    return " to ".join(dict.fromkeys(shown)) + " times"
+
+
 def gains(data: Data) -> str:
     """README's first table: what a user gains, and when."""
     peers = [told["rows"] for key, told in data.items() if key.partition("@")[0] == "peer"]
@@ -188,8 +195,7 @@ def gains(data: Data) -> str:
     def times(test: str) -> str:
         """The least and the most ratio of a test on all machines, for the first model."""
         of_test = (r for rows in peers for r in rows if (r["test"], r["model"]) == (test, model))
-        shown = sorted(f"{row['ratio']:.1f}" for row in of_test)
-        return " to ".join(dict.fromkeys((shown[0], shown[-1]))) + " times as fast"
+        return range_of(row["ratio"] for row in of_test) + " as fast"
 
     kept = next(row for row in data["prefix"]["rows"] if row["method"] == "full")
     speeds = results_plots.of_last_model(data["real_speed"])
@@ -200,8 +206,7 @@ def gains(data: Data) -> str:
 
     def of_full(depth: int) -> str:
         """The least and the most ratio of lfps to full at a depth, on all machines."""
-        shown = sorted(f"{row['of_full']:.1f}" for row in lfps if row["depth"] == depth)
-        return " to ".join(dict.fromkeys((shown[0], shown[-1]))) + " times"
+        return range_of(row["of_full"] for row in lfps if row["depth"] == depth)
 
     eight = {
         row["test"].rpartition(", ")[2]: row["ratio"]
