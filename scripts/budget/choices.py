@@ -4,6 +4,8 @@ Page 0, which has the sinks, and the last rows are always read. They are scored 
 of a page of 8 rows is estimated from the mean and the deviation of its keys.
 """
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -12,13 +14,24 @@ PAGE, LAST = 8, 64  # rows of a page; the least number of last rows that are alw
 LEAST, MOST = 64, 4096  # rows of a share
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """A layer's step: the heads' scores and the rows of one kv head."""
 
     scores: np.ndarray  # f64 (group, n)
     q: np.ndarray  # f64 (group, d), with the softmax's factor
     k: np.ndarray  # f64 (n, d)
     v: np.ndarray  # f64 (n, d_v)
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """The softmax of all scores, f64 (group, n)."""
+        return softmax(self.scores)
+
+    @cached_property
+    def output(self) -> np.ndarray:
+        """What the heads give with all rows, f64 (group, d_v)."""
+        return self.weights @ self.v
 
 
 class Pages(NamedTuple):

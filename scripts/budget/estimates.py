@@ -63,7 +63,7 @@ class LayerEstimates:
 
     def see(self, g: int, step: Step) -> None:
         """Adds a step's weights to the tables of kv head g."""
-        weights = softmax(step.scores)
+        weights = step.weights
         tables = []
         none = np.zeros((len(weights), 0))
         before = self._tables.get(g, (none, none))
