@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sparsekv_cli import __version__
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.calibration.run import CALIBRATION, Calibrated, CalibrationArray, CalibrationRun
 from sparsekv_cli.calibration.sidecar import (
+    FORMAT_VERSION,
     SUFFIX,
     Entry,
     OutdatedError,
@@ -28,6 +30,7 @@ from sparsekv_cli.calibration.sidecar import (
     read_entry,
     write_entry,
 )
+from sparsekv_cli.calibration.unfinished import UnfinishedScores
 from sparsekv_cli.cpu.jit.threads import blas_threads
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.gguf.file import GGUFFile
@@ -291,9 +294,17 @@ class Calibrations:
         progress(0.0)
         n_rows = affordable_rows(self._file, self._hparams)
         n_rows = n_rows * max(n_tokens, DEFAULT_TOKENS) // DEFAULT_TOKENS
-        run = CalibrationRun(decoder.layer_specs(), ids, forward, progress, n_rows)
-        with blas_threads(1):  # the products are small, and more BLAS threads only wait
-            tensors = method.calibrate(run)
-        check_tensors(name, tensors, self._hparams.n_layer)
         text_hash = hashlib.sha256(text.text.encode()).hexdigest()
+        # what decides which trials there are, and what they give
+        of = name, self.identity.digest(), text_hash, len(ids), n_rows, FORMAT_VERSION, __version__
+        key = hashlib.sha256(repr(of).encode()).hexdigest()[:32]
+        with UnfinishedScores(user_cache("calibration"), key) as scores:
+            if scores.n_trials and report is not None:
+                n_known = scores.n_trials
+                report(name, 0.0, f"{n_known} trials are known from a run that was interrupted")
+            run = CalibrationRun(decoder.layer_specs(), ids, forward, progress, n_rows, scores.next)
+            with blas_threads(1):  # the products are small, and more BLAS threads only wait
+                tensors = method.calibrate(run)
+            check_tensors(name, tensors, self._hparams.n_layer)
+            scores.remove()
         return Entry(tensors, len(ids), text.name, text_hash)

@@ -42,6 +42,11 @@ def budgets_array(n_layer: int, shares: Sequence[float]) -> CalibrationArray:
     return CalibrationArray("f4", (n_layer, len(shares), 2), 0.0, 1.0, is_rising=True)
 
 
+def measured_now(n: int, measure: Callable[[], np.ndarray]) -> np.ndarray:
+    """Returns what ``measure`` returns, as ``CalibrationRun.scores_of``."""
+    return measure()
+
+
 @dataclass(frozen=True)
 class CalibrationRun:
     """The inputs of a method's calibration: a model's layers, a text, and forward passes."""
@@ -54,6 +59,8 @@ class CalibrationRun:
     progress: Callable[[float], None]  # called with the share that is done, 0 to 1
     # about how many rows all forward passes together may send through all layers
     n_rows: int = 1 << 30
+    # (n, measure) -> scores of the next n trials: measured now, or by a run that was interrupted
+    scores_of: Callable[[int, Callable[[], np.ndarray]], np.ndarray] = measured_now
 
     @property
     def statistics_ids(self) -> Sequence[int]:

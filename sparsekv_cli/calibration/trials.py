@@ -11,6 +11,7 @@ the changed layer. Copies are rotated to their true positions.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,11 +118,14 @@ class Window:
         for i in range(0, len(trials), step):
             part = order[i : i + step]
             together = [trials[j] for j in part]
-            for j, logits in zip(part, self._logits_of(together), strict=True):
-                scored[:, j] = self._compare(logits)
+            scored[:, part] = self._run.scores_of(len(part), partial(self._measured, together))
             depths = sum(depth(trial.layer, self._run.specs) for trial in together)
             advance(depths * len(self._rows))
         return scored[0], scored[1]
+
+    def _measured(self, trials: Sequence[Trial]) -> np.ndarray:
+        """Returns KLD and -ln likelihood of trials of one pass, f64 (2, trials)."""
+        return np.transpose([self._compare(logits) for logits in self._logits_of(trials)])
 
     def _logits_of(self, trials: Sequence[Trial]) -> np.ndarray:
         """Returns logits f32 (trials, rows, vocabulary). Trials must be sorted by layer.
