@@ -10,8 +10,8 @@ import numpy as np
 from sparsekv_cli.cache.spec import WINDOW
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.experts import decode as experts
-from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
+from sparsekv_cli.cpu.jit.value import LANES
 from sparsekv_cli.cpu.latent import decode as latent
 from sparsekv_cli.cpu.latent.state import LatentState
 from sparsekv_cli.cpu.layer import decode as fused

@@ -11,8 +11,8 @@ import numpy as np
 from sparsekv_cli.cpu.experts import routing
 from sparsekv_cli.cpu.experts.state import MixtureState
 from sparsekv_cli.cpu.jit.floats import as_f32
-from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.pointers import on_lines
+from sparsekv_cli.cpu.jit.value import LANES
 from sparsekv_cli.cpu.layer import products
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.cpu.weights.integer import quantized_stride

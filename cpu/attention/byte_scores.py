@@ -13,11 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llvmlite import ir
-
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import I8, I16, I32, I64, LANES, const, load, shuffle, splat, vec
+from sparsekv_cli.cpu.jit.value import I8, I16, I32, LANES, Value, const, load, vec
 from sparsekv_cli.cpu.weights import vnni
 from sparsekv_cli.cpu.weights.integer import byte_products, pair_products
 
@@ -33,54 +31,51 @@ MOST_OF_HALF = 15  # the largest half byte
 MAX_HALF_QUERIES = max(MAX_QUERIES, 6 if _SUMS_IN_I16 else 0)
 
 
-def _add_products(
-    b: ir.IRBuilder, total: ir.Value, rows: ir.Value, query: ir.Value, *, unsigned: bool = True
-) -> ir.Value:
+def _add_products(total: Value, rows: Value, query: Value, *, unsigned: bool = True) -> Value:
     """Returns total <16 x i32> + products of sixteen rows' word <64 x u8> and a query <16 x i32>.
 
     unsigned: some byte of the rows may be above 127.
     """
     if vnni.is_available():
-        return vnni.dot_bytes(b, total, rows, query, unsigned=unsigned)
+        return vnni.dot_bytes(total, rows, query, unsigned=unsigned)
     halves, eight = vec(I16, PAIR), const(I16, 8, PAIR)
-    rows, query = b.bitcast(rows, halves), b.bitcast(query, halves)
-    even = b.and_(rows, const(I16, 255, PAIR)), b.ashr(b.shl(query, eight), eight)
-    odd = b.lshr(rows, eight), b.ashr(query, eight)
+    rows, query = rows.bitcast(halves), query.bitcast(halves)
+    even = rows & 255, (query << eight).signed_shift(eight)
+    odd = rows >> eight, query.signed_shift(eight)
     for pair in (even, odd):
         parts = []
         for lanes in (range(LANES), range(LANES, PAIR)):
-            parts.append(pair_products(b, *(shuffle(b, each, each, lanes) for each in pair)))
-        total = b.add(total, shuffle(b, parts[0], parts[1], range(LANES)))
+            parts.append(pair_products(*(each.shuffle(lanes) for each in pair)))
+        total = total + parts[0].shuffle(range(LANES), parts[1])
     return total
 
 
 def emit_products(
-    b: ir.IRBuilder,
-    starts: Sequence[ir.Value],
-    query: ir.Value,
-    query_row: ir.Value,
+    starts: Sequence[Value],
+    query: Value,
+    query_row: Value,
     query_word: int,
-    tiles: Sequence[ir.Value],
-    n_words: ir.Value,
-) -> list[list[ir.Value]]:
+    tiles: Sequence[Value],
+    n_words: Value,
+) -> list[list[Value]]:
     """Returns each query's sums over each of ``tiles``, <16 x i32>, added to its start value.
 
     query: address of the first query's first word; query_row, query_word: bytes to the next query
     and word. tiles: addresses.
     """
 
-    def word(w: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-        at = b.mul(w, I64(LINE))
-        rows = [load(b, vec(I8, LINE), b.add(tile, at)) for tile in tiles]
-        place, new = b.add(query, b.mul(w, I64(query_word))), list(sums)
+    def word(w: Value, sums: list[Value]) -> list[Value]:
+        at = w * LINE
+        rows = [load(vec(I8, LINE), tile + at) for tile in tiles]
+        place, new = query + w * query_word, list(sums)
         for m in range(len(starts)):
-            factors = splat(b, load(b, I32, b.add(place, b.mul(query_row, I64(m)))))
+            factors = load(I32, place + query_row * m).splat()
             for i, row in enumerate(rows, len(rows) * m):
-                new[i] = _add_products(b, new[i], row, factors)
+                new[i] = _add_products(new[i], row, factors)
         return new
 
-    first = [splat(b, start) for start in starts for _ in tiles]
-    sums = llvm.loop(b, I64(0), n_words, 1, first, word)
+    first = [start.splat() for start in starts for _ in tiles]
+    sums = llvm.loop(0, n_words, 1, first, word)
     n = len(tiles)
     return [sums[n * m : n * (m + 1)] for m in range(len(starts))]
 
@@ -92,14 +87,13 @@ def largest_of_query(n_dims: int) -> int:
 
 
 def emit_half_products(
-    b: ir.IRBuilder,
     n_queries: int,
-    query: ir.Value,
-    query_row: ir.Value,
-    tile: ir.Value,
-    n_words: ir.Value,
+    query: Value,
+    query_row: Value,
+    tile: Value,
+    n_words: Value,
     factor: int,
-) -> list[list[ir.Value]]:
+) -> list[list[Value]]:
     """Returns each query's products with a tile of half bytes, times ``factor``, a power of 2.
 
     The sixteen products are in one vector of i32, or in two. query, query_row: address, and bytes
@@ -107,33 +101,33 @@ def emit_half_products(
     """
     lines = [vec(I32, SUMS)] * (LANES // SUMS)
 
-    def word(w: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-        at, place, new = b.mul(w, I64(LINE)), b.add(query, b.mul(w, I64(8))), list(sums)
+    def word(w: Value, sums: list[Value]) -> list[Value]:
+        at, place, new = w * LINE, query + w * 8, list(sums)
         for half in range(2):
             rows = []
             for i, type_ in enumerate(lines):
-                both = load(b, type_, b.add(tile, at), PAIR * i)
-                both = b.lshr(both, const(I32, 4, type_.count)) if half else both
-                rows.append(b.and_(both, const(I32, 0x0F0F0F0F, type_.count)))
+                both = load(type_, tile + at, PAIR * i)
+                both = both >> 4 if half else both
+                rows.append(both & 0x0F0F0F0F)
             for m in range(n_queries):
-                of_query = load(b, I32, b.add(place, b.mul(query_row, I64(m))), 4 * half)
+                of_query = load(I32, place + query_row * m, 4 * half)
                 for i, row in enumerate(rows, len(rows) * m):
-                    new[i] = _add_halves(b, new[i], row, splat(b, of_query, row.type.count))
+                    new[i] = _add_halves(new[i], row, of_query.splat(row.type.count))
         return new
 
     zero = const(I16, 0) if _SUMS_IN_I16 else const(I32, 0)
-    sums = llvm.loop(b, I64(0), n_words, 1, [zero] * (n_queries * len(lines)), word)
+    sums = llvm.loop(0, n_words, 1, [zero] * (n_queries * len(lines)), word)
     if _SUMS_IN_I16:
-        sums = [pair_products(b, each, const(I16, factor)) for each in sums]
+        sums = [pair_products(each, const(I16, factor)) for each in sums]
     else:
-        sums = [b.mul(each, const(I32, factor)) for each in sums]
+        sums = [each * factor for each in sums]
     n = len(lines)
     return [sums[n * m : n * (m + 1)] for m in range(n_queries)]
 
 
-def _add_halves(b: ir.IRBuilder, total: ir.Value, rows: ir.Value, query: ir.Value) -> ir.Value:
+def _add_halves(total: Value, rows: Value, query: Value) -> Value:
     """Returns total + the products of a word of rows below 16 and of a query, of the same type."""
     if not _SUMS_IN_I16:
-        return _add_products(b, total, b.bitcast(rows, vec(I8, LINE)), query, unsigned=False)
-    rows, query = (b.bitcast(each, vec(I8, PAIR)) for each in (rows, query))
-    return llvm.add_in_order(b, total, byte_products(b, rows, query))
+        return _add_products(total, rows.bitcast(vec(I8, LINE)), query, unsigned=False)
+    rows, query = (each.bitcast(vec(I8, PAIR)) for each in (rows, query))
+    return llvm.add_in_order(total, byte_products(rows, query))

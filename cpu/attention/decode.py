@@ -30,8 +30,9 @@ from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exp_in_place, 
 from sparsekv_cli.cpu.attention.store import store_row
 from sparsekv_cli.cpu.attention.tile import MAX_TILE, PAD, tile_scores, tile_values
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import LANES, tasks_of
+from sparsekv_cli.cpu.jit.llvm import tasks_of
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.value import LANES
 from sparsekv_cli.cpu.vector.put import put
 
 BLOCK = 256  # keys whose scores are kept at a time: K and V of a block stay in the L2 cache

@@ -5,30 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from llvmlite import ir
 
 from sparsekv_cli.cpu.jit import llvm
-from sparsekv_cli.cpu.jit.llvm import F32, I64, const, load, splat, vec
+from sparsekv_cli.cpu.jit.value import F32, Value, call_named, const, load, select, store, vec
 
 ALL_ROWS = 1 << 30  # a window that no context fills
 LOWEST = np.float32(-1e30)  # a peak below any score: differences to it are not NaN
 LOG2_E = np.float32(1.4426950408889634)  # e^x = 2^(x LOG2_E)
 
 
-def larger(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+def larger(x: Value, y: Value) -> Value:
     """Returns the larger of x and y, or y if one is NaN. One instruction; maxnum takes more."""
-    return b.select(b.fcmp_ordered(">", x, y), x, y)
+    return select(x > y, x, y)
 
 
 def soften_rows(
-    b: ir.IRBuilder,
-    scores: ir.Value,
-    count: ir.Value,
-    cap: ir.Value,
-    peak: ir.Value,
-    top: ir.Value,
+    scores: Value,
+    count: Value,
+    cap: Value,
+    peak: Value,
+    top: Value,
     width: int,
-    exp2: Callable[[ir.Value], ir.Value],
+    exp2: Callable[[Value], Value],
     stride: int = 0,
 ) -> None:
     """scores = cap tanh(scores / cap); top = the larger of peak and of the softened top.
@@ -38,25 +36,25 @@ def soften_rows(
     t), t = e^(-2 |x|).
     """
     lanes, one = vec(F32, width), const(F32, 1.0, width)
-    caps = splat(b, cap, width)
-    rate = b.fdiv(const(F32, -2.0 * float(LOG2_E), width), caps)
+    caps = cap.splat(width)
+    rate = -2.0 * float(LOG2_E) / caps
     name = f"llvm.{{}}.v{width}f32"
 
-    def softened(x: ir.Value) -> ir.Value:
-        size = llvm.call_named(b, name.format("fabs"), lanes, x)
-        t = exp2(b.fmul(size, rate))
-        y = b.fmul(b.fdiv(b.fsub(one, t), b.fadd(one, t)), caps)
-        y = llvm.call_named(b, name.format("copysign"), lanes, y, x)
-        is_number = b.fcmp_ordered("<", size, const(F32, -float(LOWEST), width))
-        return b.select(is_number, y, x)
+    def softened(x: Value) -> Value:
+        size = call_named(name.format("fabs"), lanes, x)
+        t = exp2(size * rate)
+        y = (one - t) / (one + t) * caps
+        y = call_named(name.format("copysign"), lanes, y, x)
+        is_number = size < -float(LOWEST)
+        return select(is_number, y, x)
 
-    @llvm.every(b, count)
-    def row(j: ir.Value) -> None:
-        at = b.add(scores, b.mul(j, I64(4 * (stride or width))))
-        llvm.store(b, softened(load(b, lanes, at)), at)
+    @llvm.every(count)
+    def row(j: Value) -> None:
+        at = scores + j * (4 * (stride or width))
+        store(softened(load(lanes, at)), at)
 
-    best = softened(load(b, lanes, top))
-    llvm.store(b, larger(b, best, load(b, lanes, peak)), top)
+    best = softened(load(lanes, top))
+    store(larger(best, load(lanes, peak)), top)
 
 
 def attend_causal_ref(q, k, v, scale, window=ALL_ROWS, softcap=0.0, sinks=None):

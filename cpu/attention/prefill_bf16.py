@@ -30,19 +30,10 @@ from sparsekv_cli.cpu.jit import bf16, llvm
 from sparsekv_cli.cpu.jit.bf16 import PAIRS, ROWS, multiply, narrowed
 from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import (
-    I32,
-    I64,
-    LANES,
-    VF,
-    VI,
-    const,
-    keep,
-    load,
-    tasks_of,
-)
+from sparsekv_cli.cpu.jit.llvm import keep, tasks_of
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.value import LANES, VF, VI, load, select, store
 
 # Keys between two updates of the running softmax: a multiple of 32 and of ROWS.
 BLOCK = 512 if bf16.HAS_TILES else 192
@@ -55,28 +46,28 @@ UNIT = 4 * PAIRS  # bytes of a unit of pairs
 # --- a block of keys and values -------------------------------------------------------------------
 
 
-def wide_lanes(b, kind, row, c):
+def wide_lanes(kind, row, c):
     """Returns elements c .. c + 16 of a row of f16 or f32 at an address, as f32."""
     if kind == F16_ROWS:
-        return llvm.load_half_lanes(b, b.add(row, b.mul(c, I64(2))))
-    return load(b, VF, b.add(row, b.mul(c, I64(4))))
+        return llvm.load_half_lanes(row + c * 2)
+    return load(VF, row + c * 4)
 
 
 @emitter(kind=LITERAL)
-def _narrow(b, kind, row, width, out):
+def _narrow(kind, row, width, out):
     """Writes out bf16 (width,) = the row of f16 or f32 numbers at the address ``row``.
 
     kind: the literal F16_ROWS or F32_ROWS. width: a multiple of 16. out: an address.
     """
 
-    @llvm.every(b, width, LANES)
+    @llvm.every(width, LANES)
     def body(c):
-        lanes = wide_lanes(b, kind, row, c)
-        llvm.store(b, narrowed(b, lanes), b.add(out, b.mul(c, I64(2))))
+        lanes = wide_lanes(kind, row, c)
+        store(narrowed(lanes), out + c * 2)
 
 
 @emitter(kind=LITERAL)
-def _narrow_transposed(b, kind, rows, row_bytes, last, width, out, out_row):
+def _narrow_transposed(kind, rows, row_bytes, last, width, out, out_row):
     """Writes out bf16 (width, 32): the transpose of 32 rows of ``width`` f16 or f32 numbers.
 
     Column j of ``out`` is row j, and row ``last`` if j > last. With last = 4 the columns 5 to 31
@@ -87,18 +78,15 @@ def _narrow_transposed(b, kind, rows, row_bytes, last, width, out, out_row):
     """
     places = []
     for j in range(2 * LANES):
-        is_after = b.icmp_signed(">", I64(j), last)
-        places.append(b.add(rows, b.mul(row_bytes, b.select(is_after, last, I64(j)))))
+        is_after = j > last
+        places.append(rows + row_bytes * select(is_after, last, j))
 
-    @llvm.every(b, width, LANES)
+    @llvm.every(width, LANES)
     def body(c):
-        words = [b.zext(narrowed(b, wide_lanes(b, kind, at, c)), VI) for at in places]
-        pairs = [
-            b.or_(low, b.shl(high, const(I32, 16)))
-            for low, high in zip(words[::2], words[1::2], strict=True)
-        ]
-        for i, column in enumerate(llvm.transposed(b, pairs)):
-            llvm.store(b, column, b.add(out, b.mul(b.add(c, I64(i)), out_row)))
+        words = [narrowed(wide_lanes(kind, at, c)).unsigned_to(VI) for at in places]
+        pairs = [low | high << 16 for low, high in zip(words[::2], words[1::2], strict=True)]
+        for i, column in enumerate(llvm.transposed(pairs)):
+            store(column, out + (c + i) * out_row)
 
 
 @njit(cache=True, nogil=True)

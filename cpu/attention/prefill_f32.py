@@ -11,7 +11,7 @@ Windows, softcaps and sinks: see attend_causal_ref.
 
 from __future__ import annotations
 
-from functools import partial, reduce
+from functools import reduce
 
 import numpy as np
 from numba import prange, types
@@ -31,8 +31,9 @@ from sparsekv_cli.cpu.attention.tile import widen_row
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, const, keep, load, splat, tasks_of, vec
+from sparsekv_cli.cpu.jit.llvm import keep, tasks_of
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.value import F32, I32, LANES, const, load, select, store, vec
 
 # Sums of a product take 12 of AVX2's 16 registers, 24 of AVX-512's 32, and 24 of NEON's 32.
 ROWS, WIDTH = (12, 32) if llvm.has_feature("avx512f") else (6, 16)
@@ -47,7 +48,7 @@ EXP2 = (1.0, 0.693147004, 0.240222424, 0.0555073395, 0.00967151113, 0.0013264708
 ROUND = 1.5 * 2.0**23  # x + ROUND - ROUND is x rounded to a whole number
 
 
-def _products(b, count, wide, wide_step, columns):
+def _products(count, wide, wide_step, columns):
     """Returns ROWS vectors <WIDTH x f32>. Vector r is the sum of a[i, r] * x[i] over i < count.
 
     x[i] is the vector <WIDTH x f32> at the address ``wide`` + i wide_step. columns(i) returns the
@@ -56,24 +57,24 @@ def _products(b, count, wide, wide_step, columns):
 
     def steps(n):
         def body(first, sums):
-            for i in (b.add(first, I64(j)) for j in range(n)):
-                vector = load(b, WIDE, b.add(wide, b.mul(i, I64(wide_step))))
+            for i in (first + j for j in range(n)):
+                vector = load(WIDE, wide + i * wide_step)
                 sums = [
-                    llvm.fma(b, vector, splat(b, load(b, F32, at), WIDTH), total)
+                    vector.fma(load(F32, at).splat(WIDTH), total)
                     for at, total in zip(columns(i), sums, strict=True)
                 ]
             return sums
 
         return body
 
-    whole = b.and_(count, I64(-UNROLL))
+    whole = count & -UNROLL
     sums = [const(F32, 0.0, WIDTH)] * ROWS
-    sums = llvm.loop(b, I64(0), whole, UNROLL, sums, steps(UNROLL))
-    return llvm.loop(b, whole, count, 1, sums, steps(1))
+    sums = llvm.loop(0, whole, UNROLL, sums, steps(UNROLL))
+    return llvm.loop(whole, count, 1, sums, steps(1))
 
 
 @emitter
-def _score(b, q, d, k, row_bytes, start, low, free, count, n_visible, window, out, peak):
+def _score(q, d, k, row_bytes, start, low, free, count, n_visible, window, out, peak):
     """out[j] = sum of k[j, c] q[c] over c < d, j < count rounded up to ROWS.
 
     q (d, WIDTH), k rows of row_bytes, out (keys, WIDTH), f32. k[j] is key start + j of the context.
@@ -81,108 +82,106 @@ def _score(b, q, d, k, row_bytes, start, low, free, count, n_visible, window, ou
     keys score -inf. All lanes see the rows from ``low`` to ``free`` of k, multiples of ROWS. peak
     (WIDTH,): raised to the largest score. Arrays are addresses.
     """
-    limits = load(b, vec(I32, WIDTH), n_visible)
-    firsts = b.sub(limits, splat(b, b.trunc(window, I32), WIDTH))
+    limits = load(vec(I32, WIDTH), n_visible)
+    firsts = limits - window.to(I32).splat(WIDTH)
 
     def hide(scores, j):
-        first = b.trunc(b.add(start, j), I32)
+        first = (start + j).to(I32)
         hidden = const(F32, -np.inf, WIDTH)
         for r, score in enumerate(scores):
-            key = splat(b, b.add(first, I32(r)), WIDTH)
-            before_end = b.icmp_signed("<", key, limits)
-            seen = b.and_(before_end, b.icmp_signed(">=", key, firsts))
-            yield b.select(seen, score, hidden)
+            key = (first + r).splat(WIDTH)
+            before_end = key < limits
+            seen = before_end & (key >= firsts)
+            yield select(seen, score, hidden)
 
     def tile(masked):
         def body(j, carried):
-            rows = [b.add(k, b.mul(b.add(j, I64(r)), row_bytes)) for r in range(ROWS)]
-            scores = _products(
-                b, d, q, 4 * WIDTH, lambda c: [b.add(row, b.mul(c, I64(4))) for row in rows]
-            )
+            rows = [k + (j + r) * row_bytes for r in range(ROWS)]
+            scores = _products(d, q, 4 * WIDTH, lambda c: [row + c * 4 for row in rows])
             if masked:
                 scores = list(hide(scores, j))
-            at = b.add(out, b.mul(j, I64(4 * WIDTH)))
+            at = out + j * (4 * WIDTH)
             for r, score in enumerate(scores):
-                llvm.store(b, score, at, 4 * WIDTH * r)
-            top = reduce(partial(larger, b), scores)
-            llvm.store(b, larger(b, load(b, WIDE, peak), top), peak)
+                store(score, at, 4 * WIDTH * r)
+            top = reduce(larger, scores)
+            store(larger(load(WIDE, peak), top), peak)
 
         return body
 
-    llvm.loop(b, I64(0), low, ROWS, [], tile(True))
-    llvm.loop(b, low, free, ROWS, [], tile(False))
-    llvm.loop(b, free, count, ROWS, [], tile(True))
+    llvm.loop(0, low, ROWS, [], tile(True))
+    llvm.loop(low, free, ROWS, [], tile(False))
+    llvm.loop(free, count, ROWS, [], tile(True))
 
 
-def _exp2(b, x):
+def _exp2(x):
     """Returns 2^x for x <= 0; 2^-126 below -126, and NaN for NaN."""
     low, whole = const(F32, -126.0, WIDTH), const(F32, ROUND, WIDTH)
-    x = b.select(b.fcmp_ordered("<", x, low), low, x)
-    shifted = b.fadd(x, whole)
-    r = b.fsub(x, b.fsub(shifted, whole))
+    x = select(x < low, low, x)
+    shifted = x + whole
+    r = x - (shifted - whole)
     power = const(F32, EXP2[-1], WIDTH)
     for c in EXP2[-2::-1]:
-        power = llvm.fma(b, power, r, const(F32, c, WIDTH))
+        power = power.fma(r, c)
     integers = vec(I32, WIDTH)  # the whole number is in the low bits of ``shifted``
-    exponent = b.shl(b.bitcast(shifted, integers), const(I32, 23, WIDTH))
-    return b.bitcast(b.add(b.bitcast(power, integers), exponent), WIDE)
+    exponent = shifted.bitcast(integers) << 23
+    return (power.bitcast(integers) + exponent).bitcast(WIDE)
 
 
 @emitter(cap=types.float32)
-def _soften(b, scores, count, cap, peak, top):
+def _soften(scores, count, cap, peak, top):
     """scores = cap tanh(scores / cap), f32 (count, WIDTH), but -inf stays; top: see soften_rows."""
-    soften_rows(b, scores, count, cap, peak, top, WIDTH, partial(_exp2, b))
+    soften_rows(scores, count, cap, peak, top, WIDTH, _exp2)
 
 
 @emitter
-def _weigh(b, scores, count, peak, top, old):
+def _weigh(scores, count, peak, top, old):
     """scores[j] = 2^(scores[j] - top), j < count; old = 2^(peak - top), peak = top.
 
     scores (count, WIDTH), the others f32 (WIDTH,); addresses. The caller multiplies its earlier
     sums by ``old``.
     """
-    new = load(b, WIDE, top)
+    new = load(WIDE, top)
 
-    @llvm.every(b, count)
+    @llvm.every(count)
     def key(j):
-        at = b.add(scores, b.mul(j, I64(4 * WIDTH)))
-        llvm.store(b, _exp2(b, b.fsub(load(b, WIDE, at), new)), at)
+        at = scores + j * (4 * WIDTH)
+        store(_exp2(load(WIDE, at) - new), at)
 
-    llvm.store(b, _exp2(b, b.fsub(load(b, WIDE, peak), new)), old)
-    llvm.store(b, new, peak)
+    store(_exp2(load(WIDE, peak) - new), old)
+    store(new, peak)
 
 
 @emitter
-def _add_values(b, weights, count, values, panel_bytes, n_panels, old, acc):
+def _add_values(weights, count, values, panel_bytes, n_panels, old, acc):
     """acc[c] = acc[c] old + sum of values[j, c] weights[j] over j < count; c < ROWS n_panels.
 
     values: panels of ROWS dims, (keys, ROWS) each, panel_bytes apart; acc (ROWS n_panels, WIDTH).
     """
 
-    @llvm.every(b, n_panels)
+    @llvm.every(n_panels)
     def panel(p):
-        first = b.add(values, b.mul(p, panel_bytes))
+        first = values + p * panel_bytes
 
         def columns(j):
-            row = b.add(first, b.mul(j, I64(4 * ROWS)))
-            return [b.add(row, I64(4 * r)) for r in range(ROWS)]
+            row = first + j * (4 * ROWS)
+            return [row + 4 * r for r in range(ROWS)]
 
-        sums = _products(b, count, weights, 4 * WIDTH, columns)
-        shrink = load(b, WIDE, old)
-        at = b.add(acc, b.mul(p, I64(4 * WIDTH * ROWS)))
+        sums = _products(count, weights, 4 * WIDTH, columns)
+        shrink = load(WIDE, old)
+        at = acc + p * (4 * WIDTH * ROWS)
         for r, total in enumerate(sums):
-            before = load(b, WIDE, at, 4 * WIDTH * r)
-            llvm.store(b, llvm.fma(b, before, shrink, total), at, 4 * WIDTH * r)
+            before = load(WIDE, at, 4 * WIDTH * r)
+            store(before.fma(shrink, total), at, 4 * WIDTH * r)
 
 
 @emitter
-def _spread(b, row, n_panels, out, panel_bytes):
+def _spread(row, n_panels, out, panel_bytes):
     """out[p] = row[p ROWS .. (p + 1) ROWS), f32, p < n_panels, panel_bytes apart; addresses."""
 
-    @llvm.every(b, n_panels)
+    @llvm.every(n_panels)
     def panel(p):
-        part = load(b, vec(F32, ROWS), b.add(row, b.mul(p, I64(4 * ROWS))))
-        llvm.store(b, part, b.add(out, b.mul(p, panel_bytes)))
+        part = load(vec(F32, ROWS), row + p * (4 * ROWS))
+        store(part, out + p * panel_bytes)
 
 
 @njit(cache=True, nogil=True)

@@ -8,8 +8,9 @@ from numba import prange, types
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import LANES, trailing_zeros
+from sparsekv_cli.cpu.jit.llvm import trailing_zeros
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.value import F32, I16, I32, I64, LANES, VI, call_named, const, load
 from sparsekv_cli.cpu.vector.put import put
 
 WORD = 64  # keys that are compared at a time
@@ -34,49 +35,49 @@ def order_keys(scores, keys, n):
 
 
 @emitter(returns=types.UniTuple(types.int32, 2))
-def _extremes(b, keys, count):
+def _extremes(keys, count):
     """Returns the least and the largest of keys[:count], int32 at an address; count: 16, 32 ..."""
     names = ("smin", "smax")
 
     def body(j, found):
-        lanes = llvm.load(b, llvm.VI, b.add(keys, b.mul(j, llvm.I64(4))))
+        lanes = load(VI, keys + j * 4)
         return [
-            llvm.call_named(b, f"llvm.{name}.v16i32", llvm.VI, known, lanes)
+            call_named(f"llvm.{name}.v16i32", VI, known, lanes)
             for name, known in zip(names, found, strict=True)
         ]
 
-    start = [llvm.load(b, llvm.VI, keys)] * 2
-    found = llvm.loop(b, llvm.I64(0), count, LANES, start, body)
+    start = [load(VI, keys)] * 2
+    found = llvm.loop(0, count, LANES, start, body)
     return [
-        llvm.call_named(b, f"llvm.vector.reduce.{name}.v16i32", llvm.I32, lanes)
+        call_named(f"llvm.vector.reduce.{name}.v16i32", I32, lanes)
         for name, lanes in zip(names, found, strict=True)
     ]
 
 
 @emitter(returns=types.int32, pivot=types.int32)
-def _count_above(b, keys, count, pivot):
+def _count_above(keys, count, pivot):
     """Counts keys[:count] above pivot; int32 at an address, count a multiple of 16."""
-    limit = llvm.splat(b, pivot)
+    limit = pivot.splat()
 
     def counting(n_vectors):
         def body(j, sums):
-            at = b.add(keys, b.mul(j, llvm.I64(4)))
+            at = keys + j * 4
             new = []
             for i in range(n_vectors):
-                lanes = llvm.load(b, llvm.VI, at, 4 * LANES * i)
-                found = b.sext(b.icmp_signed(">", lanes, limit), llvm.VI)
-                new.append(b.sub(sums[i], found))
+                lanes = load(VI, at, 4 * LANES * i)
+                found = (lanes > limit).to(VI)
+                new.append(sums[i] - found)
             return new + sums[n_vectors:]
 
         return body
 
     n_sums = WORD // LANES
-    whole = b.and_(count, llvm.I64(-WORD))
-    sums = [llvm.const(llvm.I32, 0)] * n_sums
-    sums = llvm.loop(b, llvm.I64(0), whole, WORD, sums, counting(n_sums))
-    sums = llvm.loop(b, whole, count, LANES, sums, counting(1))
-    total = b.add(b.add(sums[0], sums[1]), b.add(sums[2], sums[3]))
-    return llvm.call_named(b, "llvm.vector.reduce.add.v16i32", llvm.I32, total)
+    whole = count & -WORD
+    sums = [const(I32, 0)] * n_sums
+    sums = llvm.loop(0, whole, WORD, sums, counting(n_sums))
+    sums = llvm.loop(whole, count, LANES, sums, counting(1))
+    total = sums[0] + sums[1] + (sums[2] + sums[3])
+    return call_named("llvm.vector.reduce.add.v16i32", I32, total)
 
 
 @njit(cache=True, nogil=True)
@@ -90,15 +91,15 @@ def count_above(keys, n, pivot):
 
 
 @emitter(returns=types.int32, value=types.float32)
-def bits_of(b, value):
+def bits_of(value):
     """Returns the bits of an f32 as int32."""
-    return b.bitcast(value, llvm.I32)
+    return value.bitcast(I32)
 
 
 @emitter(returns=types.float32, bits=types.int32)
-def float_of(b, bits):
+def float_of(bits):
     """Returns the f32 with the given bits, int32."""
-    return b.bitcast(bits, llvm.F32)
+    return bits.bitcast(F32)
 
 
 @njit(cache=True, nogil=True)
@@ -156,15 +157,14 @@ def threshold_of_largest(keys, n, k):
 
 
 @emitter(returns=types.uint64, pivot=types.int32, equal=LITERAL)
-def _compare(b, keys, pivot, equal):
+def _compare(keys, pivot, equal):
     """Returns a u64 with bit j set where keys[j] > pivot (``equal``: == pivot). keys: address."""
-    sign = "==" if equal else ">"
-    limit = llvm.splat(b, pivot)
-    word = llvm.I64(0)
+    limit = pivot.splat()
+    word = I64(0)
     for part in range(WORD // LANES):
-        lanes = llvm.load(b, llvm.VI, keys, 4 * LANES * part)
-        bits = b.bitcast(b.icmp_signed(sign, lanes, limit), llvm.I16)
-        word = b.or_(word, b.shl(b.zext(bits, llvm.I64), llvm.I64(LANES * part)))
+        lanes = load(VI, keys, 4 * LANES * part)
+        found = lanes == limit if equal else lanes > limit
+        word = word | (found.bitcast(I16).unsigned_to(I64) << (LANES * part))
     return word
 
 

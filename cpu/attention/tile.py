@@ -17,7 +17,6 @@ imported. ``install`` sets the entry of another kind when a cache has such rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -31,8 +30,20 @@ from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.install import when_installed
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, const, keep, load, splat
+from sparsekv_cli.cpu.jit.llvm import keep
 from sparsekv_cli.cpu.jit.pointers import address, function_address
+from sparsekv_cli.cpu.jit.value import (
+    F32,
+    I32,
+    I64,
+    LANES,
+    Value,
+    builder,
+    const,
+    load,
+    select,
+    store,
+)
 
 PAD = 32  # floats that a score buffer needs after its last score
 AHEAD_SCAN, AHEAD_GATHER = 64, 40  # rows between a load and its prefetch
@@ -48,25 +59,25 @@ _TABLE = np.zeros(2 * (KIND // 2 + 1), np.int64)  # for each kind, the addresses
 _N_NUMBERS = 10  # arguments of a tile's kernel
 
 
-def _row_address(b, base, row_bytes, idx, j, mode):
+def _row_address(base, row_bytes, idx, j, mode):
     """Returns the address of row j (of row idx[j] when gathering; idx: address of int32)."""
     if mode & GATHER:
-        j = b.sext(load(b, I32, b.add(idx, b.mul(j, I64(4)))), I64)
-    return b.add(base, b.mul(j, row_bytes))
+        j = load(I32, idx + j * 4).to(I64)
+    return base + j * row_bytes
 
 
-def _rows_ahead(b, base, row_bytes, idx, j, n_rows, last, mode):
+def _rows_ahead(base, row_bytes, idx, j, n_rows, last, mode):
     """Returns addresses of n_rows rows from j + AHEAD on; in a list, none after ``last``."""
     rows = []
     for i in range(n_rows):
-        at = b.add(j, I64((AHEAD_GATHER if mode & GATHER else AHEAD_SCAN) + i))
+        at = j + ((AHEAD_GATHER if mode & GATHER else AHEAD_SCAN) + i)
         if mode & GATHER:
-            at = b.select(b.icmp_signed("<", at, last), at, last)
-        rows.append(_row_address(b, base, row_bytes, idx, at, mode))
+            at = select(at < last, at, last)
+        rows.append(_row_address(base, row_bytes, idx, at, mode))
     return rows
 
 
-def _add_products(b, sums, left, n_left, right, n_right):
+def _add_products(sums, left, n_left, right, n_right):
     """Returns sums[i n_right + j] + left(i) right(j), with i < n_left and j < n_right.
 
     left, right: functions that load a vector. The side with fewer vectors stays in registers.
@@ -79,162 +90,152 @@ def _add_products(b, sums, left, n_left, right, n_right):
         vector = many(j)
         for i, other in enumerate(kept):
             at = to_few * i + to_many * j
-            sums[at] = llvm.fma(b, vector, other, sums[at])
+            sums[at] = vector.fma(other, sums[at])
     return sums
 
 
-def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
+def _emit_scores(tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
     """Emits ``tile_scores`` for one tile and mode, ints."""
     n_keys = VECTOR_LANES // tile
-    last = b.sub(count, I64(1))
-    reader = RowReader(b, mode, d)
+    last = count - 1
+    reader = RowReader(mode, d)
 
-    @llvm.every(b, count, n_keys)
+    @llvm.every(count, n_keys)
     def group(j):
         rows = []
         for i in range(n_keys):
-            at = b.add(j, I64(i))
-            at = b.select(b.icmp_signed("<", at, last), at, last)
-            rows.append(_row_address(b, k, row_bytes, idx, at, mode))
+            at = j + i
+            at = select(at < last, at, last)
+            rows.append(_row_address(k, row_bytes, idx, at, mode))
 
-        ahead = _rows_ahead(b, k, row_bytes, idx, j, n_keys, last, mode)
+        ahead = _rows_ahead(k, row_bytes, idx, j, n_keys, last, mode)
         if reader.has_scales:
             for row in ahead:
-                llvm.prefetch(b, reader.after_quants(row))
+                llvm.prefetch(reader.after_quants(row))
 
         def dims(n_vectors):
             """Adds the products of n_vectors vectors of dims from c on."""
 
             def body(c, sums):
                 at = reader.bytes_to(c)
-                lines = llvm.Prefetches([b.add(row, at) for row in ahead], n_keys * n_vectors)
+                lines = llvm.Prefetches([row + at for row in ahead], n_keys * n_vectors)
                 scales = [reader.scale(row, c) for row in rows]
                 for vector in range(n_vectors):
-                    at = b.add(c, I64(VECTOR_LANES * vector))
+                    at = c + VECTOR_LANES * vector
 
                     def query(t, at=at):
-                        return load(b, VW, b.add(q, b.mul(b.add(b.mul(I64(t), d), at), I64(4))))
+                        return load(VW, q + (t * d + at) * 4)
 
                     def key(i, at=at):
-                        lines.step(b)
+                        lines.step()
                         return reader.vector(rows[i], at, scales[i])
 
-                    sums = _add_products(b, sums, query, tile, key, n_keys)
+                    sums = _add_products(sums, query, tile, key, n_keys)
                 return sums
 
             return body
 
         zero = const(F32, 0.0, VECTOR_LANES)
         sums = [zero] * (tile * n_keys)
-        whole = b.sub(d, b.urem(d, I64(QUANT_BLOCK)))
-        sums = llvm.loop(b, I64(0), whole, QUANT_BLOCK, sums, dims(QUANT_BLOCK // VECTOR_LANES))
-        sums = llvm.loop(b, whole, d, LANES, sums, dims(LANES // VECTOR_LANES))
+        whole = d - d.unsigned_mod(QUANT_BLOCK)
+        sums = llvm.loop(0, whole, QUANT_BLOCK, sums, dims(QUANT_BLOCK // VECTOR_LANES))
+        sums = llvm.loop(whole, d, LANES, sums, dims(LANES // VECTOR_LANES))
         sums += [zero] * (VECTOR_LANES - len(sums))
-        dots = llvm.sum_many(b, sums)
+        dots = llvm.sum_many(sums)
         for t in range(tile):
-            at = b.add(out, b.mul(b.add(b.mul(I64(t), out_stride), j), I64(4)))
-            part = llvm.shuffle(b, dots, dots, range(t * n_keys, (t + 1) * n_keys))
-            llvm.store(b, part, at)
+            at = out + (t * out_stride + j) * 4
+            part = dots.shuffle(range(t * n_keys, (t + 1) * n_keys))
+            store(part, at)
 
 
-def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
+def _emit_values(tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
     """Emits ``tile_values`` for one tile and mode, ints."""
-    reader = RowReader(b, mode, d)
+    reader = RowReader(mode, d)
 
     def chunk(c, n_vectors):
         """Accumulates dims c .. c + VECTOR_LANES n_vectors."""
         unroll = max(1, 8 // (tile * n_vectors))
         acc_at = [
-            b.add(acc, b.mul(b.add(b.add(b.mul(I64(t), d), c), I64(VECTOR_LANES * i)), I64(4)))
-            for t in range(tile)
-            for i in range(n_vectors)
+            acc + (t * d + c + VECTOR_LANES * i) * 4 for t in range(tile) for i in range(n_vectors)
         ]
 
         def key(j, sums, lines=None):
-            row = _row_address(b, v, row_bytes, idx, j, mode)
+            row = _row_address(v, row_bytes, idx, j, mode)
             scales = [
-                reader.scale(row, b.add(c, I64(first)))
+                reader.scale(row, c + first)
                 for first in range(0, VECTOR_LANES * n_vectors, QUANT_BLOCK)
             ]
 
             def weight(t):
-                at = b.add(p, b.mul(b.add(b.mul(I64(t), p_stride), j), I64(4)))
-                return splat(b, load(b, F32, at), VECTOR_LANES)
+                at = p + (t * p_stride + j) * 4
+                return load(F32, at).splat(VECTOR_LANES)
 
             def values(i):
                 if lines is not None:
-                    lines.step(b)
+                    lines.step()
                 first = VECTOR_LANES * i
-                return reader.vector(row, b.add(c, I64(first)), scales[first // QUANT_BLOCK])
+                return reader.vector(row, c + first, scales[first // QUANT_BLOCK])
 
-            return _add_products(b, sums, weight, tile, values, n_vectors)
+            return _add_products(sums, weight, tile, values, n_vectors)
 
         n_sums = len(acc_at)
-        last = b.sub(count, I64(1))
+        last = count - 1
 
         def keys(j, sums):
             addresses = []
-            for row in _rows_ahead(b, v, row_bytes, idx, j, unroll, last, mode):
-                first = b.add(row, reader.bytes_to(c))
+            for row in _rows_ahead(v, row_bytes, idx, j, unroll, last, mode):
+                first = row + reader.bytes_to(c)
                 for line in range(0, reader.bits * VECTOR_LANES * n_vectors // 8, 64):
-                    addresses.append(b.add(first, I64(line)))
+                    addresses.append(first + line)
                 if reader.has_scales:
-                    llvm.prefetch(b, reader.after_quants(row))
+                    llvm.prefetch(reader.after_quants(row))
             lines = llvm.Prefetches(addresses, unroll * n_vectors)
             new = []
             for u in range(unroll):
-                new += key(b.add(j, I64(u)), sums[u * n_sums : (u + 1) * n_sums], lines)
+                new += key(j + u, sums[u * n_sums : (u + 1) * n_sums], lines)
             return new
 
         zero = const(F32, 0.0, VECTOR_LANES)
-        whole = b.sub(count, b.srem(count, I64(unroll)))
-        start = [load(b, VW, at) for at in acc_at] + [zero] * (n_sums * (unroll - 1))
-        sums = llvm.loop(b, I64(0), whole, unroll, start, keys)
+        whole = count - count % unroll
+        start = [load(VW, at) for at in acc_at] + [zero] * (n_sums * (unroll - 1))
+        sums = llvm.loop(0, whole, unroll, start, keys)
         for u in range(1, unroll):
-            sums[:n_sums] = [b.fadd(sums[i], sums[u * n_sums + i]) for i in range(n_sums)]
-        sums = llvm.loop(b, whole, count, 1, sums[:n_sums], key)
+            sums[:n_sums] = [sums[i] + sums[u * n_sums + i] for i in range(n_sums)]
+        sums = llvm.loop(whole, count, 1, sums[:n_sums], key)
         for at, value in zip(acc_at, sums, strict=True):
-            llvm.store(b, value, at)
+            store(value, at)
 
     dims = WIDE_DIMS[tile]
 
-    whole = b.sub(d, b.srem(d, I64(dims)))
-    llvm.loop(b, I64(0), whole, dims, [], lambda c, _: chunk(c, dims // VECTOR_LANES))
-    llvm.loop(b, whole, d, LANES, [], lambda c, _: chunk(c, LANES // VECTOR_LANES))
+    whole = d - d % dims
+    llvm.loop(0, whole, dims, [], lambda c, _: chunk(c, dims // VECTOR_LANES))
+    llvm.loop(whole, d, LANES, [], lambda c, _: chunk(c, LANES // VECTOR_LANES))
 
 
-def _every_tile(emit_tile: Callable[..., None]) -> Any:
-    """Returns an intrinsic (literal kind, tile, mode, ...) with ``emit_tile``'s code for each."""
+def _for_tiles(emit: Callable[..., None]) -> Any:
+    """Returns an emitter with the code of ``emit`` for each tile, of a kind's rows or listed rows.
 
-    @emitter(kind=LITERAL)
-    def any_tile(builder, kind, tile, mode, a, b, c, d, e, f, g, h):
-        wrong, after = builder.append_basic_block("wrong"), builder.append_basic_block("after")
-        switch = builder.switch(builder.add(builder.mul(mode, I64(MAX_TILE)), tile), wrong)
-        for size, each in product(range(1, MAX_TILE + 1), (kind, kind | GATHER)):
-            block = builder.append_basic_block(f"tile_{size}_{each}")
-            switch.add_case(I64(each * MAX_TILE + size), block)
-            builder.position_at_end(block)
-            emit_tile(builder, size, each, a, b, c, d, e, f, g, h)
-            builder.branch(after)
-        builder.position_at_end(wrong)
-        llvm.call_named(builder, "llvm.trap", ir.VoidType())
-        builder.unreachable()
-        builder.position_at_end(after)
+    is_listed: 0 or GATHER.
+    """
+
+    @emitter(kind=LITERAL, tile=range(1, MAX_TILE + 1), is_listed=(0, GATHER))
+    def any_tile(kind, tile, is_listed, a, b, c, d, e, f, g, h):
+        emit(tile, kind | is_listed, a, b, c, d, e, f, g, h)
 
     return any_tile
 
 
-_any_scores, _any_values = _every_tile(_emit_scores), _every_tile(_emit_values)
+_any_scores, _any_values = _for_tiles(_emit_scores), _for_tiles(_emit_values)
 
 
 @njit(cache=True, nogil=True)
 def _scores(kind, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
-    _any_scores(kind, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
+    _any_scores(kind, tile, mode & GATHER, q, k, row_bytes, idx, count, d, out, out_stride)
 
 
 @njit(cache=True, nogil=True)
 def _values(kind, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
-    _any_values(kind, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc)
+    _any_values(kind, tile, mode & GATHER, p, p_stride, v, row_bytes, idx, count, d, acc)
 
 
 def prepare(kind: int) -> None:
@@ -245,33 +246,33 @@ def prepare(kind: int) -> None:
             _TABLE[kind + i] = function_address(function, signature)
 
 
-def _call(b: ir.IRBuilder, which: int, tile: ir.Value, mode: ir.Value, *others: ir.Value) -> None:
+def _call(which: int, tile: Value, mode: Value, *others: Value) -> None:
     """Calls the table's kernel of scores (0) or values (1)."""
-    kind = b.and_(mode, I64(KIND))  # a kind is twice its number
+    b, kind = builder(), mode & KIND  # a kind is twice its number
     table = b.module.globals.get(TABLE)
     if table is None:
         table = ir.GlobalVariable(b.module, ir.ArrayType(I64, len(_TABLE)), TABLE)
-    function = b.load(b.gep(table, [I64(0), b.add(kind, I64(which))]))
+    function = Value(b.load(b.gep(table, [I64(0), (kind + which).ir])))
     type_ = ir.FunctionType(ir.VoidType(), [I64] * (1 + _N_NUMBERS))
-    arguments = [I64(0), tile, mode, *others]  # 0 for the literal
-    b.call(b.inttoptr(function, type_.as_pointer()), arguments)
+    arguments = [I64(0), *(x.ir for x in (tile, mode, *others))]  # 0 for the literal
+    b.call(function.pointer(type_), arguments)
 
 
 @emitter
-def tile_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
+def tile_scores(tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
     """out[t, j] = q[t] . k[row j], t < tile, j < count; q f32 (tile, d), k rows, out f32.
 
     Addresses are i64; tile: 1 to MAX_TILE; ``out_stride`` in floats. ``mode``: see above; with
     GATHER, row j is idx[j] (int32). Writes up to 15 floats after out[t, count). d is a multiple of
     16.
     """
-    _call(b, 0, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
+    _call(0, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
 
 
 @emitter
-def tile_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
+def tile_values(tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
     """acc[t] += sum over j < count of p[t, j] v[row j]; acc f32 (tile, d), addresses as i64."""
-    _call(b, 1, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc)
+    _call(1, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc)
 
 
 @njit(cache=True, nogil=True)

@@ -18,6 +18,7 @@ from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import keep, tasks_of
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.value import I16, load, store
 
 N_PART = 8  # most parts of a kv head's queries
 ROWS_A_PART = 64  # fewest queries of a part
@@ -129,12 +130,12 @@ def max_pool_ref(scores, width):
 
 
 @emitter
-def copy_bytes(b, source, target, count):
+def copy_bytes(source, target, count):
     """Copies ``count`` bytes, an even number, from one address to another."""
 
-    @llvm.every(b, count, 2)
+    @llvm.every(count, 2)
     def body(j):
-        llvm.store(b, llvm.load(b, llvm.I16, b.add(source, j)), b.add(target, j))
+        store(load(I16, source + j), target + j)
 
 
 @njit(cache=True, nogil=True)

@@ -44,9 +44,10 @@ from sparsekv_cli.cpu.faedkv.frequencies import FourierBasis, centred_waves
 from sparsekv_cli.cpu.faedkv.spectrum import Mark
 from sparsekv_cli.cpu.faedkv.state import BlocksBuffers, BlocksState, BlocksWork
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import LANES, keep, tasks_of
+from sparsekv_cli.cpu.jit.llvm import keep, tasks_of
 from sparsekv_cli.cpu.jit.pointers import integer_pointer, on_lines
 from sparsekv_cli.cpu.jit.threads import blas_threads
+from sparsekv_cli.cpu.jit.value import LANES
 from sparsekv_cli.cpu.sals.vectors import multiply, scale_lanes
 from sparsekv_cli.cpu.vector.put import put_scaled
 from sparsekv_cli.cpu.vector.run import KernelStep, memory_of, run

@@ -13,8 +13,9 @@ from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F32, I64, LANES, const, load, splat, tasks_of
+from sparsekv_cli.cpu.jit.llvm import tasks_of
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.value import F32, I32, I64, LANES, const, load, select, store
 
 BLOCK = LANES  # tokens of a block of Kdom
 TILE = 4  # query heads that share a loaded block
@@ -26,7 +27,7 @@ AHEAD_LISTED = 2  # blocks between a listed block and its prefetch
 # --- token importance: q . k over the dominant dims -----------------------------------------------
 
 
-def _block_sums(b, tile, q, at, n_dom, ahead):
+def _block_sums(tile, q, at, n_dom, ahead):
     """Returns q[t] . k for the 16 tokens of the block at address ``at``: <16 x float>, t < tile.
 
     For every tile it does one fma a dim, in the order of the dims. So every caller gets the same
@@ -34,52 +35,52 @@ def _block_sums(b, tile, q, at, n_dom, ahead):
     """
 
     def dim(c, sums):
-        at_dim = b.mul(c, I64(2 * BLOCK))
-        llvm.prefetch(b, b.add(ahead, at_dim))
-        keys = llvm.load_half_lanes(b, at, at_dim)
+        at_dim = c * (2 * BLOCK)
+        llvm.prefetch(ahead + at_dim)
+        keys = llvm.load_half_lanes(at, at_dim)
         new = []
         for t in range(tile):
-            query_at = b.add(q, b.mul(b.add(b.mul(I64(t), n_dom), c), I64(4)))
-            new.append(llvm.fma(b, keys, splat(b, load(b, F32, query_at)), sums[t]))
+            query_at = q + (t * n_dom + c) * 4
+            new.append(keys.fma(load(F32, query_at).splat(), sums[t]))
         return new
 
-    return llvm.loop(b, I64(0), n_dom, 1, [const(F32, 0.0)] * tile, dim)
+    return llvm.loop(0, n_dom, 1, [const(F32, 0.0)] * tile, dim)
 
 
 @emitter(tile=range(1, TILE + 1))
-def block_maxima(b, tile, q, dom, n_dom, n_block, best, best_stride):
+def block_maxima(tile, q, dom, n_dom, n_block, best, best_stride):
     """best[t, i] = the largest q[t] . k of the 16 tokens of block i < n_block, t < tile.
 
     q f32 (tile, n_dom), dom f16 (n_block, n_dom, 16), best f32. Addresses are i64, the stride in
     floats.
     """
-    n_bytes = b.mul(n_dom, I64(2 * BLOCK))
+    n_bytes = n_dom * (2 * BLOCK)
 
-    @llvm.every(b, n_block)
+    @llvm.every(n_block)
     def block(i):
-        at = b.add(dom, b.mul(i, n_bytes))
-        sums = _block_sums(b, tile, q, at, n_dom, b.add(at, I64(AHEAD_SCAN)))
+        at = dom + i * n_bytes
+        sums = _block_sums(tile, q, at, n_dom, at + AHEAD_SCAN)
         for t in range(tile):
-            row = b.add(b.mul(I64(t), best_stride), i)
-            llvm.store(b, llvm.max_lanes(b, sums[t]), b.add(best, b.mul(row, I64(4))))
+            row = t * best_stride + i
+            store(llvm.max_lanes(sums[t]), best + row * 4)
 
 
 @emitter
-def listed_scores(b, q, dom, n_dom, blocks, count, out):
+def listed_scores(q, dom, n_dom, blocks, count, out):
     """out[16 i + j] = q . k of token j of block blocks[i] (int32), i < count; all are addresses."""
-    n_bytes = b.mul(n_dom, I64(2 * BLOCK))
-    last = b.sub(count, I64(1))
+    n_bytes = n_dom * (2 * BLOCK)
+    last = count - 1
 
     def address(i):
-        i = b.select(b.icmp_signed("<", i, last), i, last)
-        number = b.sext(load(b, llvm.I32, b.add(blocks, b.mul(i, I64(4)))), I64)
-        return b.add(dom, b.mul(number, n_bytes))
+        i = select(i < last, i, last)
+        number = load(I32, blocks + i * 4).to(I64)
+        return dom + number * n_bytes
 
-    @llvm.every(b, count)
+    @llvm.every(count)
     def block(i):
-        ahead = address(b.add(i, I64(AHEAD_LISTED)))
-        (scores,) = _block_sums(b, 1, q, address(i), n_dom, ahead)
-        llvm.store(b, scores, b.add(out, b.mul(i, I64(4 * BLOCK))))
+        ahead = address(i + AHEAD_LISTED)
+        (scores,) = _block_sums(1, q, address(i), n_dom, ahead)
+        store(scores, out + i * (4 * BLOCK))
 
 
 @njit(cache=True, nogil=True)

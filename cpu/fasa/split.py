@@ -9,8 +9,8 @@ import numpy as np
 from numba import prange
 
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.value import LANES
 
 BLOCK = LANES  # tokens of a block of Kdom
 PIECE = 1024  # rows that a thread moves at a time, whole blocks

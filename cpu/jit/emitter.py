@@ -1,7 +1,7 @@
 """Functions that write LLVM IR, for calls from compiled code. Their arguments are declared once.
 
     @emitter(factor=types.float32, n_rows=range(1, 5))
-    def scale_rows(b, x, n_rows, count, factor):
+    def scale_rows(x, n_rows, count, factor):
         ...
 
 Compiled code calls ``scale_rows(x, n_rows, count, factor)`` with an address, two int64 and an f32.
@@ -11,12 +11,14 @@ four branches.
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial, wraps
-from inspect import signature as parameters_of
+from inspect import Parameter, Signature, signature
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.jit.value import I64, write
 
 # Kinds of arguments that shape the code: a literal by its value, any other by its numba type.
 LITERAL, TYPE = object(), object()
@@ -26,23 +28,25 @@ def _each(b: ir.IRBuilder, number: ir.Value, values: Collection[int]) -> Iterato
     """Emits a switch on ``number``. The caller writes the branch of each yielded value."""
     done = b.append_basic_block("done")
     switch = b.switch(number, done)
-    for value in values:
+    for each in values:
         block = b.append_basic_block()
-        switch.add_case(ir.IntType(64)(value), block)
+        switch.add_case(I64(each), block)
         b.position_at_end(block)
-        yield value
+        yield each
         b.branch(done)
     b.position_at_end(done)
 
 
-def _write(write: Callable[..., Any], kinds: list[Any], b: ir.IRBuilder, values: list[Any]) -> Any:
-    """Calls ``write`` for each combination of the numbers that branches choose between."""
+def _write(
+    function: Callable[..., Any], kinds: list[Any], b: ir.IRBuilder, values: list[Any]
+) -> Any:
+    """Calls ``function`` for each combination of the numbers that branches choose between."""
     for i, kind in enumerate(kinds):
         if isinstance(kind, tuple | range) and isinstance(values[i], ir.Value):
             for number in _each(b, values[i], kind):
-                _write(write, kinds, b, [*values[:i], number, *values[i + 1 :]])
+                _write(function, kinds, b, [*values[:i], number, *values[i + 1 :]])
             return None
-    return write(b, *values)
+    return write(b, function, *values)
 
 
 def emitter(
@@ -50,10 +54,10 @@ def emitter(
 ) -> Any:
     """Returns an intrinsic of numba. A call of it becomes the IR that ``function`` writes.
 
-    function(b, ...) gets an IRBuilder, and the arguments of the call as IR values. kinds: of the
+    function(...) gets the arguments of the call, each as a ``Value`` (jit/value.py). kinds: of the
     arguments that are no int64, and of those that shape the code:
 
-        a numba type    an IR value of this type
+        a numba type    a ``Value`` of this type
         LITERAL         a literal; ``function`` gets its value
         TYPE            any type; ``function`` gets the numba type
         numbers         an int64 that is one of them; ``function`` writes a branch for each, and
@@ -63,7 +67,8 @@ def emitter(
     """
     if function is None:
         return partial(emitter, returns=returns, **kinds)
-    names = list(parameters_of(function).parameters)[1:]
+    parameters = list(signature(function).parameters.values())
+    names = [parameter.name for parameter in parameters]
     declared = [kinds.get(name, types.int64) for name in names]
 
     @wraps(function)
@@ -75,7 +80,7 @@ def emitter(
             is_known = isinstance(kind, types.Type)
             known.append(kind if is_known else type_ if kind in (LITERAL, TYPE) else types.int64)
 
-        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        def codegen(context: Any, b: Any, kinds: Any, args: Any) -> Any:
             values = list(args)
             for i, (kind, type_) in enumerate(zip(declared, known, strict=True)):
                 if kind in (LITERAL, TYPE):
@@ -87,4 +92,6 @@ def emitter(
 
         return returns(*known), codegen
 
+    first = Parameter("typingctx", Parameter.POSITIONAL_OR_KEYWORD)  # numba takes it away
+    typed.__signature__ = Signature([first, *parameters])  # type: ignore[attr-defined]
     return intrinsic(typed)

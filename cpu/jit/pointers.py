@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike
 
 from sparsekv_cli.cpu.jit.compiling import callees
 from sparsekv_cli.cpu.jit.emitter import emitter
-from sparsekv_cli.cpu.jit.llvm import F32, I64
+from sparsekv_cli.cpu.jit.value import F32, I64
 
 LINE = 64  # bytes, a cache line
 
@@ -77,12 +77,12 @@ def caller(function: Callable[..., Any], n_literals: int = 0) -> Any:
 
 
 @emitter(returns=types.CPointer(types.float32))
-def float_pointer(b, at):
+def float_pointer(at):
     """Turns an int64 address into a pointer for ``carray``."""
-    return b.inttoptr(at, F32.as_pointer())
+    return at.pointer(F32)
 
 
 @emitter(returns=types.CPointer(types.int64))
-def integer_pointer(b, at):
+def integer_pointer(at):
     """Turns an int64 address into a pointer for ``carray``."""
-    return b.inttoptr(at, I64.as_pointer())
+    return at.pointer(I64)

@@ -12,6 +12,7 @@ step. Then it sleeps. A thread that waits prefetches the memory that ``expect`` 
 
 import ctypes
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from numba.np.ufunc.parallel import _launch_threads
 from sparsekv_cli.cpu.jit import features
 from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import callback, njit
-from sparsekv_cli.cpu.jit.llvm import I32, I64, call_named, every, keep, prefetch_lines
+from sparsekv_cli.cpu.jit.llvm import every, keep, prefetch_lines
+from sparsekv_cli.cpu.jit.value import I32, I64, Value, builder, call_named, select
 from sparsekv_cli.errors import SparseKVError
 
 # The control block, int64. Words that different threads write lie on different cache lines.
@@ -42,101 +44,93 @@ SPINS = 3000  # polls of an idle worker before it sleeps: 40 to 140 cycles each,
 
 
 @emitter(returns=types.int64)
-def _atomic_load(b, address):
-    return b.load_atomic(b.inttoptr(address, I64.as_pointer()), "acquire", 8)
+def _atomic_load(address):
+    return builder().load_atomic(address.pointer(I64), "acquire", 8)
 
 
 @emitter
-def _atomic_store(b, address, value):
-    b.store_atomic(value, b.inttoptr(address, I64.as_pointer()), "release", 8)
+def _atomic_store(address, value):
+    builder().store_atomic(value.ir, address.pointer(I64), "release", 8)
 
 
 @emitter(returns=types.int64)
-def atomic_add(b, address, value):
+def atomic_add(address, value):
     """Adds to the int64 at ``address`` as one atomic step; returns the old value."""
-    return b.atomic_rmw("add", b.inttoptr(address, I64.as_pointer()), value, "acq_rel")
+    return builder().atomic_rmw("add", address.pointer(I64), value.ir, "acq_rel")
 
 
 @emitter(returns=types.boolean)
-def _compare_and_swap(b, address, old, new):
+def _compare_and_swap(address, old, new):
     """Replaces the word at ``address`` by ``new`` if it is ``old``; returns whether it was."""
-    pointer = b.inttoptr(address, I64.as_pointer())
-    return b.extract_value(b.cmpxchg(pointer, old, new, "acq_rel", "acquire"), 1)
+    b, pointer = builder(), address.pointer(I64)
+    return b.extract_value(b.cmpxchg(pointer, old.ir, new.ir, "acq_rel", "acquire"), 1)
 
 
 @emitter
-def _pause(b):
+def _pause():
     """Tells the core that this thread spins."""
     if features.architecture() == "x86_64":
-        call_named(b, "llvm.x86.sse2.pause", ir.VoidType())
+        call_named("llvm.x86.sse2.pause", ir.VoidType())
     elif features.architecture() == "aarch64":
-        call_named(b, "llvm.aarch64.hint", ir.VoidType(), I32(1))
+        call_named("llvm.aarch64.hint", ir.VoidType(), I32(1))
 
 
 @emitter
-def _yield(b):
+def _yield():
     """Gives the core to another thread (sched_yield, on POSIX systems)."""
     if os.name == "posix":
-        call_named(b, "sched_yield", I32)
+        call_named("sched_yield", I32)
 
 
 @emitter(take=LITERAL)
-def _mutex(b, lock, take):
+def _mutex(lock, take):
     """Takes or releases the pthread mutex at ``lock``; ``take`` is a literal."""
-    call_named(b, "pthread_mutex_lock" if take else "pthread_mutex_unlock", I32, lock)
+    call_named("pthread_mutex_lock" if take else "pthread_mutex_unlock", I32, lock)
 
 
 @emitter
-def _wait(b, signal, lock):
-    call_named(b, "pthread_cond_wait", I32, signal, lock)
+def _wait(signal, lock):
+    call_named("pthread_cond_wait", I32, signal, lock)
 
 
 @emitter
-def _wake_all(b, signal):
-    call_named(b, "pthread_cond_broadcast", I32, signal)
+def _wake_all(signal):
+    call_named("pthread_cond_broadcast", I32, signal)
 
 
 @emitter
-def _run_task(b, job, task):
+def _run_task(job, task):
     """Calls a loop's body for one task: each array is advanced by ``task`` rows and has one row."""
-    pointer = ir.IntType(8).as_pointer()
+    b, pointer = builder(), ir.IntType(8).as_pointer()
 
-    def word(address: ir.Value, i: Any) -> ir.Value:
-        at = b.add(address, b.mul(i, I64(8)))
-        return b.load(b.inttoptr(at, I64.as_pointer()))
+    def word(address: Value, i: Any) -> Value:
+        return Value(b.load((address + i * 8).pointer(I64)))
 
-    def copied(count: ir.Value, value_of: Any) -> ir.Value:
+    def copied(count: Value, value_of: Callable[[Value], Value]) -> ir.Value:
         """Allocates an array of ``count`` words on the stack."""
-        array = b.alloca(I64, count)
+        array = b.alloca(I64, count.ir)
 
-        @every(b, count)
-        def copy(i: ir.Value) -> None:
-            b.store(value_of(i), b.gep(array, [i]))
+        @every(count)
+        def copy(i: Value) -> None:
+            b.store(value_of(i).ir, b.gep(array, [i.ir]))
 
-        return array
+        return b.bitcast(array, pointer)
 
-    fields = [word(job, I64(i)) for i in range(8)]
+    fields = [word(job, Value(I64(i))) for i in range(8)]
     function, arrays, dimensions, steps, data, n_inner, n_arrays, _ = fields
-    stack = call_named(b, "llvm.stacksave.p0", ir.PointerType())
-    is_first = lambda i: b.icmp_signed("==", i, I64(0))  # noqa: E731
-    sizes = copied(
-        b.add(n_inner, I64(1)), lambda i: b.select(is_first(i), I64(1), word(dimensions, i))
-    )
-    places = copied(n_arrays, lambda i: b.add(word(arrays, i), b.mul(word(steps, i), task)))
+    stack = call_named("llvm.stacksave.p0", ir.PointerType())
+    sizes = copied(n_inner + 1, lambda i: select(i == 0, 1, word(dimensions, i)))
+    places = copied(n_arrays, lambda i: word(arrays, i) + word(steps, i) * task)
     type_ = ir.FunctionType(ir.VoidType(), [pointer] * 4)
-    b.call(
-        b.inttoptr(function, type_.as_pointer()),
-        [
-            b.bitcast(places, pointer), b.bitcast(sizes, pointer),
-            b.inttoptr(steps, pointer), b.inttoptr(data, pointer),
-        ],
-    )  # fmt: skip
-    call_named(b, "llvm.stackrestore.p0", ir.VoidType(), stack)
+    others = [b.inttoptr(each.ir, pointer) for each in (steps, data)]
+    b.call(function.pointer(type_), [places, sizes, *others])
+    call_named("llvm.stackrestore.p0", ir.VoidType(), stack)
 
 
 @emitter(returns=types.int64)
-def _control(b):
+def _control():
     """Returns the address of the control block. It is a symbol that ``install`` defines."""
+    b = builder()
     block = b.module.globals.get(CONTROL) or ir.GlobalVariable(b.module, I64, CONTROL)
     return b.ptrtoint(block, I64)
 

@@ -9,7 +9,6 @@ A squared ReLU has no up: it is max(gate, 0)^2.
 import math
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 
 from sparsekv_cli.cpu.attention.softmax import exp_lanes
@@ -17,7 +16,7 @@ from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.bf16 import narrowed, widened
 from sparsekv_cli.cpu.jit.emitter import TYPE, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F32, I16, I64, LANES, VF, const, load, vec
+from sparsekv_cli.cpu.jit.value import I16, LANES, VF, Value, load, select, store, vec
 
 SILU, GELU, CLAMPED, SIGMOID, SQUARED = range(5)
 ACTIVATIONS = {
@@ -27,33 +26,33 @@ SLOPE, CUBIC = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
 CLAMPED_SLOPE, CLAMP = 1.702, 7.0
 
 
-def _bound(b: ir.IRBuilder, x: ir.Value, low: float | None, high: float) -> ir.Value:
+def _bound(x: Value, low: float | None, high: float) -> Value:
     """Clamps x to at most ``high`` and at least ``low``; NaN stays NaN."""
-    x = b.select(b.fcmp_ordered(">", x, const(F32, high)), const(F32, high), x)
+    x = select(x > high, high, x)
     if low is None:
         return x
-    return b.select(b.fcmp_ordered("<", x, const(F32, low)), const(F32, low), x)
+    return select(x < low, low, x)
 
 
-def _gated(b: ir.IRBuilder, activation: int, g: ir.Value, u: ir.Value) -> ir.Value:
+def _gated(activation: int, g: Value, u: Value) -> Value:
     s = g
     if activation == SQUARED:
-        positive = b.select(b.fcmp_ordered("<", g, const(F32, 0.0)), const(F32, 0.0), g)
-        return b.fmul(positive, positive)
+        positive = select(g < 0.0, 0.0, g)
+        return positive * positive
     if activation == CLAMPED:
-        g = _bound(b, g, None, CLAMP)
-        u = b.fadd(_bound(b, u, -CLAMP, CLAMP), const(F32, 1.0))
-        s = b.fmul(g, const(F32, CLAMPED_SLOPE))
+        g = _bound(g, None, CLAMP)
+        u = _bound(u, -CLAMP, CLAMP) + 1.0
+        s = g * CLAMPED_SLOPE
     elif activation == GELU:
-        s = b.fmul(g, llvm.fma(b, b.fmul(g, g), const(F32, CUBIC), const(F32, SLOPE)))
-    e = exp_lanes(b, b.fneg(llvm.call_named(b, "llvm.fabs.v16f32", VF, s)))
-    top = b.select(b.fcmp_ordered(">=", s, const(F32, 0.0)), const(F32, 1.0), e)
-    sigmoid = b.fdiv(top, b.fadd(const(F32, 1.0), e))
-    return b.fmul(sigmoid if activation == SIGMOID else b.fmul(g, sigmoid), u)
+        s = g * (g * g).fma(CUBIC, SLOPE)
+    e = exp_lanes(-s.call("fabs"))
+    top = select(s >= 0.0, 1.0, e)
+    sigmoid = top / (1.0 + e)
+    return (sigmoid if activation == SIGMOID else g * sigmoid) * u
 
 
 @emitter(rows=TYPE, activation=range(len(ACTIVATIONS)))
-def gate_lanes(b, rows, activation, gate, up, out, count):
+def gate_lanes(rows, activation, gate, up, out, count):
     """out[i] = act(gate[i]) up[i], i < count rounded up to 16; addresses.
 
     rows: any array with the type of the elements, f32 or the bits of bf16.
@@ -61,14 +60,14 @@ def gate_lanes(b, rows, activation, gate, up, out, count):
     in_bf16 = rows.dtype == types.uint16
 
     def wide(address, at):
-        place = b.add(address, at)
-        return widened(b, load(b, vec(I16), place)) if in_bf16 else load(b, VF, place)
+        place = address + at
+        return widened(load(vec(I16), place)) if in_bf16 else load(VF, place)
 
-    @llvm.every(b, count, LANES)
+    @llvm.every(count, LANES)
     def lanes(j):
-        at = b.mul(j, I64(2 if in_bf16 else 4))
-        result = _gated(b, activation, wide(gate, at), wide(up, at))
-        llvm.store(b, narrowed(b, result) if in_bf16 else result, b.add(out, at))
+        at = j * (2 if in_bf16 else 4)
+        result = _gated(activation, wide(gate, at), wide(up, at))
+        store(narrowed(result) if in_bf16 else result, out + at)
 
 
 @njit(cache=True, nogil=True)

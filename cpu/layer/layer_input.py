@@ -8,8 +8,8 @@ import numpy as np
 from numba import prange
 
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.value import LANES
 from sparsekv_cli.cpu.layer.activation import gate_lanes, gate_ref
 from sparsekv_cli.cpu.layer.decode import add_rows
 from sparsekv_cli.cpu.layer.products import ROWS, multiply

@@ -19,9 +19,10 @@ from sparsekv_cli.cpu.jit import bf16, llvm
 from sparsekv_cli.cpu.jit.bf16 import PAIRS, ROWS, narrowed
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import I64, LANES, VF, VI, load, tasks_of
+from sparsekv_cli.cpu.jit.llvm import tasks_of
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.value import LANES, VF, VI, load, store
 from sparsekv_cli.cpu.layer.products import KERNEL, ROW_BYTES, WEIGHTS
 from sparsekv_cli.cpu.layer.products import ROWS as MATRIX_ROWS
 from sparsekv_cli.cpu.layer.rows import rounded
@@ -54,34 +55,32 @@ def product_table(matrices: Sequence[tuple[int, np.ndarray]], n_experts: int = 1
 
 
 @emitter
-def _transpose_pairs(b, rows, row_bytes, n_pairs, panel):
+def _transpose_pairs(rows, row_bytes, n_pairs, panel):
     """panel uint32 (n_pairs, COLUMNS) = rows^T, uint32 (COLUMNS, n_pairs); addresses.
 
     n_pairs: a multiple of 16.
     """
 
-    @llvm.every(b, n_pairs, LANES)
+    @llvm.every(n_pairs, LANES)
     def body(c):
         for first in range(0, COLUMNS, LANES):
-            at = b.add(rows, b.mul(c, I64(4)))
-            square = [
-                load(b, VI, b.add(at, b.mul(row_bytes, I64(first + i)))) for i in range(LANES)
-            ]
-            to = b.add(panel, b.mul(c, I64(4 * COLUMNS)))
-            for i, column in enumerate(llvm.transposed(b, square)):
-                llvm.store(b, column, to, 4 * COLUMNS * i + 4 * first)
+            at = rows + c * 4
+            square = [load(VI, at + row_bytes * (first + i)) for i in range(LANES)]
+            to = panel + c * (4 * COLUMNS)
+            for i, column in enumerate(llvm.transposed(square)):
+                store(column, to, 4 * COLUMNS * i + 4 * first)
 
 
 @emitter
-def _store_rows(b, sums, n_rows, out, out_row):
+def _store_rows(sums, n_rows, out, out_row):
     """out bf16 (n_rows, COLUMNS), rows out_row bytes apart, = f32 (n_rows, COLUMNS); addresses."""
 
-    @llvm.every(b, n_rows)
+    @llvm.every(n_rows)
     def body(r):
-        at, to = b.add(sums, b.mul(r, I64(4 * COLUMNS))), b.add(out, b.mul(r, out_row))
+        at, to = sums + r * (4 * COLUMNS), out + r * out_row
         for i in range(0, COLUMNS, 2 * LANES):  # whole cache lines
-            low, high = (narrowed(b, load(b, VF, at, 4 * (i + part))) for part in (0, LANES))
-            llvm.store(b, llvm.shuffle(b, low, high, range(2 * LANES)), to, 2 * i)
+            low, high = (narrowed(load(VF, at, 4 * (i + part))) for part in (0, LANES))
+            store(low.shuffle(range(2 * LANES), high), to, 2 * i)
 
 
 @njit(cache=True, nogil=True)

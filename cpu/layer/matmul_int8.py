@@ -17,19 +17,10 @@ from numba import prange, types
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import (
-    I8,
-    I32,
-    I64,
-    const,
-    keep,
-    load,
-    prefetch_lines,
-    tasks_of,
-    vec,
-)
+from sparsekv_cli.cpu.jit.llvm import keep, prefetch_lines, tasks_of
 from sparsekv_cli.cpu.jit.pointers import address, caller, function_address
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.value import I32, I64, load, store, vec, write
 from sparsekv_cli.cpu.layer.products import KERNEL, ROW_BYTES, ROWS, WEIGHTS
 from sparsekv_cli.cpu.layer.rows import rounded
 from sparsekv_cli.cpu.layer.tiles_int8 import (
@@ -68,7 +59,7 @@ def _format_traits(code: int) -> Traits:
     format_ = FORMAT_OF_CODE[code]
     assert format_.decode is not None
     function = ir.Function(ir.Module(), ir.FunctionType(ir.VoidType(), [I64]), "dry")
-    block = format_.decode(ir.IRBuilder(function.append_basic_block()), function.args[0])
+    block = write(ir.IRBuilder(function.append_basic_block()), format_.decode, function.args[0])
     span = format_.n_elements // block.scales.type.count
     room = span // 4
     if not vnni.is_available():
@@ -82,24 +73,24 @@ def _format_traits(code: int) -> Traits:
 
 
 @emitter(code=LITERAL)
-def _decode_row(b, code, w, n_blocks, values, scales, offsets):
+def _decode_row(code, w, n_blocks, values, scales, offsets):
     """Decodes a row's blocks to bytes, f32 scales and f32 offsets; addresses. code: a literal."""
     format_ = FORMAT_OF_CODE[code]
     assert format_.decode is not None
     decode = format_.decode
     zero = 0 if vnni.takes_signed() else format_.zero
 
-    @llvm.every(b, n_blocks)
+    @llvm.every(n_blocks)
     def body(i):
-        block = decode(b, b.add(w, b.mul(i, I64(format_.n_bytes))))
-        at = b.add(values, b.mul(i, I64(format_.n_elements)))
+        block = decode(w + i * format_.n_bytes)
+        at = values + i * format_.n_elements
         n = block.q[0].type.count
         for j, q in enumerate(block.q):
-            llvm.store(b, b.add(q, const(I8, zero, n)), at, n * j)
-        step = b.mul(i, I64(4 * block.scales.type.count))
-        llvm.store(b, block.scales, b.add(scales, step))
+            store(q + zero, at, n * j)
+        step = i * (4 * block.scales.type.count)
+        store(block.scales, scales + step)
         if block.offsets is not None:
-            llvm.store(b, block.offsets, b.add(offsets, step))
+            store(block.offsets, offsets + step)
 
 
 @njit(cache=True, nogil=True)
@@ -124,23 +115,22 @@ def kernel_addresses(code: int) -> tuple[int, int]:
 
 
 @emitter
-def _pack(b, n_columns, values, row, panel):
+def _pack(n_columns, values, row, panel):
     """Packs values u8 (GROUP, n_columns), rows ``row`` bytes apart, to a panel; addresses.
 
     Both have room for columns up to a multiple of 4 WIDTH.
     """
-    starts = [b.add(values, b.mul(row, I64(r))) for r in range(GROUP)]
+    starts = [values + row * r for r in range(GROUP)]
 
-    @llvm.every(b, n_columns, 4 * WIDTH)
+    @llvm.every(n_columns, 4 * WIDTH)
     def body(column):
-        place = b.add(panel, b.mul(column, I64(GROUP)))
+        place = panel + column * GROUP
         for first in range(0, GROUP, WIDTH):
             rows = [
-                load(b, vec(I32, WIDTH), b.add(start, column))
-                for start in starts[first : first + WIDTH]
+                load(vec(I32, WIDTH), start + column) for start in starts[first : first + WIDTH]
             ]
-            for i, lanes in enumerate(llvm.transposed(b, rows)):
-                llvm.store(b, lanes, place, 4 * GROUP * i + 4 * first)
+            for i, lanes in enumerate(llvm.transposed(rows)):
+                store(lanes, place, 4 * GROUP * i + 4 * first)
 
 
 # --- matrices -------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from numba import prange
 
 from sparsekv_cli.cpu.attention.store import store_row
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.value import LANES
 from sparsekv_cli.cpu.layer.activation import gate_lanes, gate_one
 from sparsekv_cli.cpu.layer.rows import add_row, gate_row, rms_norm, rounded, split_row, widen
 

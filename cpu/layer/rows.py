@@ -13,7 +13,8 @@ from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit.bf16 import narrowed, widened
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import LANES, sum_squares
+from sparsekv_cli.cpu.jit.llvm import sum_squares
+from sparsekv_cli.cpu.jit.value import LANES, write
 from sparsekv_cli.cpu.layer.activation import SIGMOID, gate_lanes, gate_one
 from sparsekv_cli.cpu.vector.put import put
 
@@ -23,7 +24,8 @@ def rounded(typingctx, out, value):
     """Rounds a finite f32 to the type of the array ``out``: f32, or bf16 bits (nearest even)."""
 
     def codegen(context, builder, signature, args):
-        return narrowed(builder, args[1]) if signature.return_type == types.uint16 else args[1]
+        is_bf16 = signature.return_type == types.uint16
+        return write(builder, narrowed, args[1]) if is_bf16 else args[1]
 
     return out.dtype(out, types.float32), codegen
 
@@ -33,7 +35,7 @@ def widen(typingctx, value):
     """Returns a number as f32, in numba code. value: the bits of a bf16, uint16, or an f32."""
 
     def codegen(context, builder, signature, args):
-        return args[0] if signature.args[0] == types.float32 else widened(builder, args[0])
+        return args[0] if signature.args[0] == types.float32 else write(builder, widened, args[0])
 
     return types.float32(value), codegen
 

@@ -13,9 +13,9 @@ weights q and inputs x, a block of 32 columns adds to a result, span by span:
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from operator import mul
 from typing import NamedTuple
 
-from llvmlite import ir
 from numba import types
 from numba.core.cgutils import alloca_once
 
@@ -23,8 +23,22 @@ from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.bf16 import widened
 from sparsekv_cli.cpu.jit.emitter import LITERAL, TYPE, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F32, I8, I16, I32, I64, LANES, VF, const, load, splat, vec
 from sparsekv_cli.cpu.jit.pointers import caller, function_address
+from sparsekv_cli.cpu.jit.value import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    LANES,
+    VF,
+    Value,
+    builder,
+    const,
+    load,
+    store,
+    vec,
+)
 from sparsekv_cli.cpu.weights import vnni
 from sparsekv_cli.cpu.weights.integer import BLOCK, byte_products, pair_products, round_halves
 
@@ -63,135 +77,133 @@ def tile_bytes(n):
     return (TILE * (n + 4 * 4 * (n // BLOCK)) + 63) // 64 * 64
 
 
-def _halves(b: ir.IRBuilder, x: ir.Value, is_bf16: bool) -> list[ir.Value]:
+def _halves(x: Value, is_bf16: bool) -> list[Value]:
     """Returns the 32 elements at address x as two <16 x float>."""
     if not is_bf16:
-        return [load(b, VF, x, 4 * LANES * h) for h in range(2)]
-    return [widened(b, half) for half in [load(b, vec(I16), x, 2 * LANES * h) for h in range(2)]]
+        return [load(VF, x, 4 * LANES * h) for h in range(2)]
+    return [widened(half) for half in [load(vec(I16), x, 2 * LANES * h) for h in range(2)]]
 
 
 @emitter(rows=TYPE)
-def round_input(b, rows, x, tile, n):
+def round_input(rows, x, tile, n):
     """Rounds one input (n,) at x into a tile. tile: the address of the input's first four bytes.
 
     rows: an array of the inputs' type, f32 or bf16 as uint16; x and tile are addresses.
     """
     is_bf16 = rows.dtype == types.uint16
     row = 4 * TILE  # bytes from four columns to the next, and from one f32 to the next
-    small = b.mul(b.sdiv(n, I64(BLOCK)), I64(row))
-    scales = b.add(tile, b.mul(n, I64(TILE)))
-    sums32 = b.add(scales, small)
-    sums16 = b.add(sums32, small)
+    small = n // BLOCK * row
+    scales = tile + n * TILE
+    sums32 = scales + small
+    sums16 = sums32 + small
 
-    @llvm.every(b, n, BLOCK)
+    @llvm.every(n, BLOCK)
     def body(i):
-        at = b.add(x, b.mul(i, I64(2 if is_bf16 else 4)))
-        block = round_halves(b, _halves(b, at, is_bf16), LARGEST_INPUT)
-        to = b.add(tile, b.mul(i, I64(TILE)))
+        at = x + i * (2 if is_bf16 else 4)
+        block = round_halves(_halves(at, is_bf16), LARGEST_INPUT)
+        to = tile + i * TILE
         for h, half in enumerate(block.halves):
-            words = b.bitcast(b.fptosi(half, vec(I8)), vec(I32, 4))
+            words = half.to(vec(I8)).bitcast(vec(I32, 4))
             for w in range(4):
-                llvm.store(b, b.extract_element(words, I32(w)), to, row * (4 * h + w))
-        number = b.sdiv(i, I64(BLOCK))
-        at = b.mul(number, I64(row))
-        totals = [b.fptosi(llvm.sum_lanes(b, half), I32) for half in block.halves]
-        llvm.store(b, block.scale, b.add(scales, at))
-        llvm.store(b, b.add(*totals), b.add(sums32, at))
+                store(words.lane(w), to, row * (4 * h + w))
+        number = i // BLOCK
+        at = number * row
+        totals = [llvm.sum_lanes(half).to(I32) for half in block.halves]
+        store(block.scale, scales + at)
+        store(totals[0] + totals[1], sums32 + at)
         for h, total in enumerate(totals):
-            llvm.store(b, total, b.add(sums16, b.mul(at, I64(2))), row * h)
+            store(total, sums16 + at * 2, row * h)
 
 
 # --- products -------------------------------------------------------------------------------------
 
 
 def _operands(
-    b: ir.IRBuilder, w: ir.Value, x: ir.Value, step: ir.Value, inputs: Sequence[int]
-) -> Iterator[tuple[ir.Value, ir.Value]]:
+    w: Value, x: Value, step: Value, inputs: Sequence[int]
+) -> Iterator[tuple[Value, Value]]:
     """Yields (weights, an input's four values) of four columns, for each input and vector."""
     bytes_ = vec(I8, 4 * WIDTH)
-    w, x = b.add(w, b.mul(step, I64(4 * GROUP))), b.add(x, b.mul(step, I64(4 * TILE)))
-    weights = [load(b, bytes_, w, 4 * WIDTH * v) for v in VECTORS]
+    w, x = w + step * (4 * GROUP), x + step * (4 * TILE)
+    weights = [load(bytes_, w, 4 * WIDTH * v) for v in VECTORS]
     for t in inputs:
-        four = splat(b, load(b, I32, x, 4 * t), WIDTH)
+        four = load(I32, x, 4 * t).splat(WIDTH)
         for weight in weights:
-            yield weight, b.bitcast(four, bytes_)
+            yield weight, four.bitcast(bytes_)
 
 
 def _dots(
-    b: ir.IRBuilder,
     traits: Traits,
-    w: ir.Value,
-    x: ir.Value,
+    w: Value,
+    x: Value,
     inputs: Sequence[int],
-    totals: list[ir.Value],
-) -> list[ir.Value]:
+    totals: list[Value],
+) -> list[Value]:
     """Returns totals + the sums over a span, <WIDTH x i32>, for each input and vector."""
 
-    def add(step: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-        pairs = zip(sums, _operands(b, w, x, step, inputs), strict=True)
+    def add(step: Value, sums: list[Value]) -> list[Value]:
+        pairs = zip(sums, _operands(w, x, step, inputs), strict=True)
         if vnni.is_available():
-            return [vnni.add_dots(b, total, *pair) for total, pair in pairs]
-        return [llvm.add_in_order(b, total, byte_products(b, *pair)) for total, pair in pairs]
+            return [vnni.add_dots(total, *pair) for total, pair in pairs]
+        return [llvm.add_in_order(total, byte_products(*pair)) for total, pair in pairs]
 
     n_steps = traits.span // 4
     if vnni.is_available():
-        return llvm.loop(b, I64(0), I64(n_steps), 1, totals, add)
+        return llvm.loop(0, n_steps, 1, totals, add)
     none, ones = const(I16, 0, 2 * WIDTH), const(I16, 1, 2 * WIDTH)
     for first in range(0, n_steps, traits.room):
-        last = I64(first + traits.room)
-        sums = llvm.loop(b, I64(first), last, 1, [none] * len(totals), add)
-        wide = [pair_products(b, each, ones) for each in sums]
-        totals = [b.add(*pair) for pair in zip(totals, wide, strict=True)]
+        sums = llvm.loop(first, first + traits.room, 1, [none] * len(totals), add)
+        wide = [pair_products(each, ones) for each in sums]
+        totals = [total + part for total, part in zip(totals, wide, strict=True)]
     return totals
 
 
 class _Span(NamedTuple):
     """Addresses of a span's parts: of weights, of inputs, and of the block's results."""
 
-    w: ir.Value  # u8 [span / 4][GROUP][4]
-    scales: ir.Value  # f32 (GROUP,), then offsets
-    x: ir.Value  # i8 [span / 4][TILE][4]
-    x_scales: ir.Value  # f32 (TILE,)
-    x_sums: ir.Value  # i32 (TILE,)
-    before: ir.Value | None  # f32 (TILE, GROUP): of the block's earlier span
-    out: ir.Value  # f32 (TILE, GROUP)
+    w: Value  # u8 [span / 4][GROUP][4]
+    scales: Value  # f32 (GROUP,), then offsets
+    x: Value  # i8 [span / 4][TILE][4]
+    x_scales: Value  # f32 (TILE,)
+    x_sums: Value  # i32 (TILE,)
+    before: Value | None  # f32 (TILE, GROUP): of the block's earlier span
+    out: Value  # f32 (TILE, GROUP)
     ends_block: bool
 
 
-def _add_span(b: ir.IRBuilder, traits: Traits, span: _Span, inputs: Sequence[int]) -> None:
+def _add_span(traits: Traits, span: _Span, inputs: Sequence[int]) -> None:
     """Adds a block's products to the results, or stores those of its first span.
 
     The sums of ``inputs`` fill half of the registers. So the CPU scales them while it adds the next
     ones.
     """
     floats = vec(F32, WIDTH)
-    known = [load(b, I32, span.x_sums, 4 * t) for t in inputs]
-    starts = [splat(b, b.mul(each, I32(-traits.zero)), WIDTH) for each in known for _ in VECTORS]
-    dots = iter(_dots(b, traits, span.w, span.x, inputs, starts))
+    known = [load(I32, span.x_sums, 4 * t) for t in inputs]
+    starts = [(each * -traits.zero).splat(WIDTH) for each in known for _ in VECTORS]
+    dots = iter(_dots(traits, span.w, span.x, inputs, starts))
     scales, offsets = (
-        [load(b, floats, span.scales, 4 * (first + WIDTH * v)) for v in VECTORS]
+        [load(floats, span.scales, 4 * (first + WIDTH * v)) for v in VECTORS]
         for first in (0, GROUP)
     )
     for t, total in zip(inputs, known, strict=True):
-        x_sum = splat(b, b.sitofp(total, F32), WIDTH)
-        x_scale = splat(b, load(b, F32, span.x_scales, 4 * t), WIDTH)
+        x_sum = total.to(F32).splat(WIDTH)
+        x_scale = load(F32, span.x_scales, 4 * t).splat(WIDTH)
         for v in VECTORS:
             place = 4 * (GROUP * t + WIDTH * v)
-            terms = [(b.sitofp(next(dots), floats), scales[v])]
+            terms = [(next(dots).to(floats), scales[v])]
             if traits.has_offsets:
                 terms.append((x_sum, offsets[v]))
-            value = load(b, floats, span.before, place) if span.before else b.fmul(*terms.pop())
-            for term in terms:
-                value = llvm.fma(b, *term, value)
+            value = load(floats, span.before, place) if span.before else mul(*terms.pop())
+            for x, scale in terms:
+                value = x.fma(scale, value)
             if span.ends_block:
-                value = llvm.fma(b, value, x_scale, load(b, floats, span.out, place))
-            llvm.store(b, value, span.out, place)
-    llvm.memory_fence(b)
+                value = value.fma(x_scale, load(floats, span.out, place))
+            store(value, span.out, place)
+    llvm.memory_fence()
 
 
 @emitter(span=LITERAL, room=LITERAL, zero=LITERAL, has_offsets=LITERAL)
 def _multiply_tile(
-    b, span, room, zero, has_offsets, panel, scales, n_spans, tile, n, column, sums
+    span, room, zero, has_offsets, panel, scales, n_spans, tile, n, column, sums
 ):  # fmt: skip
     """sums f32 (TILE, GROUP) += n_spans of a panel times inputs from ``column`` on; addresses.
 
@@ -200,29 +212,30 @@ def _multiply_tile(
     """
     traits = Traits(span, room, zero, has_offsets)
     n_parts = BLOCK // traits.span
-    small = b.mul(b.sdiv(n, I64(BLOCK)), I64(4 * TILE))
-    x_scales = b.add(tile, b.mul(n, I64(TILE)))
-    x_sums = b.add(x_scales, b.mul(small, I64(n_parts)))  # of spans of this size
-    kept = b.ptrtoint(alloca_once(b, vec(F32, WIDTH), TILE * len(VECTORS)), I64)
+    small = n // BLOCK * (4 * TILE)
+    x_scales = tile + n * TILE
+    x_sums = x_scales + small * n_parts  # of spans of this size
+    b = builder()
+    kept = Value(b.ptrtoint(alloca_once(b, vec(F32, WIDTH), TILE * len(VECTORS)), I64))
 
-    @llvm.every(b, b.sdiv(n_spans, I64(n_parts)))
+    @llvm.every(n_spans // n_parts)
     def add_block(i):
-        start = b.add(column, b.mul(i, I64(BLOCK)))
-        number = b.mul(b.sdiv(start, I64(BLOCK)), I64(4 * TILE))
+        start = column + i * BLOCK
+        number = start // BLOCK * (4 * TILE)
         for j in range(n_parts):
-            s, ends_block = b.add(b.mul(i, I64(n_parts)), I64(j)), j + 1 == n_parts
+            s, ends_block = i * n_parts + j, j + 1 == n_parts
             each = _Span(
-                w=b.add(panel, b.mul(s, I64(GROUP * traits.span))),
-                scales=b.add(scales, b.mul(s, I64(SCALES_BYTES))),
-                x=b.add(tile, b.mul(b.add(start, I64(j * traits.span)), I64(TILE))),
-                x_scales=b.add(x_scales, number),
-                x_sums=b.add(b.add(x_sums, b.mul(number, I64(n_parts))), I64(4 * TILE * j)),
+                w=panel + s * (GROUP * traits.span),
+                scales=scales + s * SCALES_BYTES,
+                x=tile + (start + j * traits.span) * TILE,
+                x_scales=x_scales + number,
+                x_sums=x_sums + number * n_parts + 4 * TILE * j,
                 before=kept if j else None,
                 out=sums if ends_block else kept,
                 ends_block=ends_block,
             )
             for inputs in (range(TILE // 2), range(TILE // 2, TILE)):
-                _add_span(b, traits, each, inputs)
+                _add_span(traits, each, inputs)
 
 
 @njit(cache=True, nogil=True)

@@ -21,8 +21,9 @@ from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exp_in_place, max_of, soften
 from sparsekv_cli.cpu.attention.tile import AHEAD_GATHER, MAX_TILE, tile_scores, tile_values
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import LANES, keep, prefetch_lines, tasks_of
+from sparsekv_cli.cpu.jit.llvm import keep, prefetch_lines, tasks_of
 from sparsekv_cli.cpu.jit.pool import atomic_add, wait_for
+from sparsekv_cli.cpu.jit.value import LANES
 from sparsekv_cli.cpu.lfps.history import RESCALE_BELOW, SINKS, add_entries, rescale_tables
 from sparsekv_cli.cpu.lfps.search import ask_for_entries, mark, merge_candidates, search_head
 from sparsekv_cli.cpu.lfps.state import ATTENDED, SCORES_DONE, SEARCHED

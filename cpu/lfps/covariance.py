@@ -15,8 +15,9 @@ from numba import prange
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, K, V
 from sparsekv_cli.cpu.attention.tile import tile_values
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import LANES, keep
+from sparsekv_cli.cpu.jit.llvm import keep
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.value import LANES
 from sparsekv_cli.cpu.lfps.history import SINKS
 from sparsekv_cli.cpu.vector.put import put
 

@@ -21,8 +21,9 @@ from sparsekv_cli.cpu.attention.softmax import max_of
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import LANES, prefetch_lines, reversed_bits, set_bits, trailing_zeros
+from sparsekv_cli.cpu.jit.llvm import prefetch_lines, reversed_bits, set_bits, trailing_zeros
 from sparsekv_cli.cpu.jit.pointers import on_lines
+from sparsekv_cli.cpu.jit.value import F32, I16, I64, LANES, VF, const, load, vec
 from sparsekv_cli.cpu.vector.declared import f32, f64
 
 SINKS = 4
@@ -77,14 +78,14 @@ def threshold(sums, n, a, horizon):
 
 
 @emitter(returns=types.uint64, tau=types.float32)
-def _mask_above(b, entries, tau):
+def _mask_above(entries, tau):
     """Returns a u64 with bit j set where entries[j] > tau, j < 64. entries: address of f32."""
-    limit = llvm.splat(b, tau)
-    word = llvm.I64(0)
+    limit = tau.splat()
+    word = I64(0)
     for part in range(BLOCK // LANES):
-        values = llvm.load(b, llvm.VF, entries, 4 * LANES * part)
-        bits = b.bitcast(b.fcmp_ordered(">", values, limit), llvm.I16)
-        word = b.or_(word, b.shl(b.zext(bits, llvm.I64), llvm.I64(LANES * part)))
+        values = load(VF, entries, 4 * LANES * part)
+        bits = (values > limit).bitcast(I16)
+        word = word | (bits.unsigned_to(I64) << (LANES * part))
     return word
 
 
@@ -280,26 +281,26 @@ def add_entries(h, tables, n, rows, weights, mean, part, at, row_bytes, changes)
 
 
 @emitter(returns=types.UniTuple(types.float64, 4))
-def _power_changes(b, old, new, count):
+def _power_changes(old, new, count):
     """Returns the sums over j < count of new[j]^p - old[j]^p for p = 1..4, in f64.
 
     old, new: addresses of f32; count: a multiple of POWERS.
     """
-    wide = llvm.vec(ir.DoubleType(), POWERS)
+    wide = vec(ir.DoubleType(), POWERS)
 
     def powers(array, j):
-        lanes = llvm.load(b, llvm.vec(llvm.F32, POWERS), b.add(array, b.mul(j, llvm.I64(4))))
-        x = b.fpext(lanes, wide)
-        square = b.fmul(x, x)
-        return [x, square, b.fmul(square, x), b.fmul(square, square)]
+        lanes = load(vec(F32, POWERS), array + j * 4)
+        x = lanes.to(wide)
+        square = x * x
+        return [x, square, square * x, square * square]
 
     def body(j, sums):
         changes = zip(sums, powers(new, j), powers(old, j), strict=True)
-        return [b.fadd(total, b.fsub(after, before)) for total, after, before in changes]
+        return [total + (after - before) for total, after, before in changes]
 
-    zero = llvm.const(ir.DoubleType(), 0.0, POWERS)
-    sums = llvm.loop(b, llvm.I64(0), count, POWERS, [zero] * 4, body)
-    sums = [llvm.sum_lanes(b, lanes) for lanes in sums]
+    zero = const(ir.DoubleType(), 0.0, POWERS)
+    sums = llvm.loop(0, count, POWERS, [zero] * 4, body)
+    sums = [llvm.sum_lanes(lanes) for lanes in sums]
     return sums
 
 

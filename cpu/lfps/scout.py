@@ -13,6 +13,7 @@ Steps always attend to the sinks, so the scout need not find them: they have the
 after them.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,9 +27,24 @@ from sparsekv_cli.cpu.attention.tile import PAD, tile_scores, widen_row
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, keep, load
+from sparsekv_cli.cpu.jit.llvm import keep
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY, blas_threads
+from sparsekv_cli.cpu.jit.value import (
+    F32,
+    I8,
+    I32,
+    LANES,
+    VF,
+    VI,
+    builder,
+    call_named,
+    const,
+    load,
+    select,
+    store,
+    vec,
+)
 from sparsekv_cli.cpu.lfps.history import SINKS
 from sparsekv_cli.cpu.vector.put import put
 
@@ -193,7 +209,7 @@ def _code_part(kv_head, part, layout, encode, start, codes):
 
 
 @emitter
-def _code_rows(b, rows, d, encode, encode_row, start, n_words, out):
+def _code_rows(rows, d, encode, encode_row, start, n_words, out):
     """Writes the codes of ROWS rows f32 (ROWS, d), which lie in one tile; addresses.
 
     encode f32 (d, width), ``encode_row`` bytes from a dim to the next. start f32 (width,). out: of
@@ -201,39 +217,37 @@ def _code_rows(b, rows, d, encode, encode_row, start, n_words, out):
     """
     low, high = const(F32, 1.0 - ZERO), const(F32, ZERO - 1.0)
 
-    @llvm.every(b, n_words, 2)
+    @llvm.every(n_words, 2)
     def two_words(w):
-        at = b.mul(w, I64(4 * WORD))
+        at = w * (4 * WORD)
 
         def dim(c, sums):
-            directions = load(b, VF, b.add(b.add(encode, at), b.mul(c, encode_row)))
+            directions = load(VF, encode + at + c * encode_row)
             new = []
             for i, total in enumerate(sums):
-                place = b.add(rows, b.mul(b.add(b.mul(d, I64(i)), c), I64(4)))
-                new.append(llvm.fma(b, llvm.splat(b, load(b, F32, place)), directions, total))
+                place = rows + (d * i + c) * 4
+                new.append(load(F32, place).splat().fma(directions, total))
             return new
 
-        sums = llvm.loop(b, I64(0), d, 1, [load(b, VF, b.add(start, at))] * ROWS, dim)
-        place, has_second = b.add(out, b.mul(w, I64(LINE))), b.add(w, I64(1))
-        words = [_packed(b, total, low, high) for total in sums]
+        sums = llvm.loop(0, d, 1, [load(VF, start + at)] * ROWS, dim)
+        place, has_second = out + w * LINE, w + 1
+        words = [_packed(total, low, high) for total in sums]
         for i, both in enumerate(words):
-            llvm.store(b, b.extract_element(both, I32(0)), place, 4 * i)
-        with b.if_then(b.icmp_signed("<", has_second, n_words)):
+            store(both.lane(0), place, 4 * i)
+        with builder().if_then((has_second < n_words).ir):
             for i, both in enumerate(words):
-                llvm.store(b, b.extract_element(both, I32(1)), place, LINE + 4 * i)
+                store(both.lane(1), place, LINE + 4 * i)
 
 
-def _packed(b, codes, low, high):
+def _packed(codes, low, high):
     """Returns two words <2 x i32> of a row, of codes before rounding, <16 x float>."""
-    codes = llvm.call_named(b, "llvm.rint.v16f32", VF, codes)
-    codes = llvm.call_named(b, "llvm.maxnum.v16f32", VF, codes, low)
-    codes = llvm.call_named(b, "llvm.minnum.v16f32", VF, codes, high)
-    codes = b.add(b.fptosi(codes, VI), const(I32, ZERO))
-    halves = [
-        llvm.shuffle(b, codes, codes, [*range(i, i + 4), *range(i + 8, i + 12)]) for i in (0, 4)
-    ]
-    both = b.or_(halves[0], b.shl(halves[1], const(I32, 4, 8)))
-    return b.bitcast(b.trunc(both, llvm.vec(llvm.I8, 8)), llvm.vec(I32, 2))
+    codes = codes.call("rint")
+    codes = codes.maxnum(low)
+    codes = codes.minnum(high)
+    codes = codes.to(VI) + ZERO
+    halves = [codes.shuffle([*range(i, i + 4), *range(i + 8, i + 12)]) for i in (0, 4)]
+    both = halves[0] | halves[1] << 4
+    return both.to(vec(I8, 8)).bitcast(vec(I32, 2))
 
 
 def find_rows_ref(query: np.ndarray, codes: np.ndarray, directions: np.ndarray) -> np.ndarray:
@@ -253,45 +267,41 @@ def find_rows_ref(query: np.ndarray, codes: np.ndarray, directions: np.ndarray) 
 
 
 @emitter(n_queries=range(1, MAX_HALF_QUERIES + 1))
-def _best_of_parts(b, queries, n_queries, parts, n_parts, n_words, out, out_row):
+def _best_of_parts(queries, n_queries, parts, n_parts, n_words, out, out_row):
     """Writes each part's highest score and its place, 0 to 127, for at most MAX_HALF_QUERIES.
 
     queries: address of int8 (n_queries, 8 n_words). out: address of int32, with out_row bytes from
     a query to the next: the score times 128, plus the place.
     """
-    tile_bytes, query_row = b.mul(n_words, I64(LINE)), b.mul(n_words, I64(WORD))
+    tile_bytes, query_row = n_words * LINE, n_words * WORD
 
-    def best_of_tiles(tile, part, known):
+    def best_of_tiles(part, tile, known):
         sums = byte_scores.emit_half_products(
-            b, n_queries, queries, query_row, b.add(part, b.mul(tile_bytes, tile)), n_words, PART
+            n_queries, queries, query_row, part + tile_bytes * tile, n_words, PART
         )
-        first, best = b.trunc(b.mul(tile, I64(LANES)), I32), list(known)
+        first, best = (tile * LANES).to(I32), list(known)
         for m, of_query in enumerate(sums):
             for i, total in enumerate(of_query):
                 count = total.type.count
-                lanes = llvm.ir.Constant(total.type, [count * i + j for j in range(count)])
-                place = b.add(lanes, llvm.splat(b, first, count))
-                best[m] = _larger(b, b.or_(total, place), best[m])
+                place = const(total.type, range(count * i, count * (i + 1))) + first.splat(count)
+                best[m] = _larger(total | place, best[m])
         return best
 
-    @llvm.every(b, n_parts)
+    @llvm.every(n_parts)
     def best_of_part(i):
-        part = b.add(parts, b.mul(i, b.mul(tile_bytes, I64(PART // LANES))))
+        part = parts + i * (tile_bytes * (PART // LANES))
         least = const(I32, -(1 << 31), byte_scores.SUMS)
-        best = llvm.loop(
-            b, I64(0), I64(PART // LANES), 1, [least] * n_queries,
-            lambda tile, known: best_of_tiles(tile, part, known),
-        )  # fmt: skip
-        to = b.add(out, b.mul(i, I64(4)))
+        best = llvm.loop(0, PART // LANES, 1, [least] * n_queries, partial(best_of_tiles, part))
+        to = out + i * 4
         for m, keys in enumerate(best):
             name = f"llvm.vector.reduce.smax.v{byte_scores.SUMS}i32"
-            highest = llvm.call_named(b, name, I32, keys)
-            llvm.store(b, highest, b.add(to, b.mul(out_row, I64(m))))
+            highest = call_named(name, I32, keys)
+            store(highest, to + out_row * m)
 
 
-def _larger(b, x, y):
+def _larger(x, y):
     """Returns the larger integers of two vectors."""
-    return b.select(b.icmp_signed(">", x, y), x, y)
+    return select(x > y, x, y)
 
 
 @njit(cache=True, nogil=True, forceinline=True)

@@ -8,22 +8,23 @@ from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import I64, LANES, VF, load, tasks_of
+from sparsekv_cli.cpu.jit.llvm import tasks_of
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.value import LANES, VF, load, store
 from sparsekv_cli.cpu.quest.byte_pages import SPAN
 
 
 @emitter(top=types.float32)
-def _raise_to(b, scores, count, top, best):
+def _raise_to(scores, count, top, best):
     """Raises best[j] to scores[j] - top, j < count, f32; count: a multiple of 16; addresses."""
-    tops = llvm.splat(b, top)
+    tops = top.splat()
 
-    @llvm.every(b, count, LANES)
+    @llvm.every(count, LANES)
     def chunk(c):
-        at = b.mul(c, I64(4))
-        to = b.add(best, at)
-        score = b.fsub(load(b, VF, b.add(scores, at)), tops)
-        llvm.store(b, larger(b, score, load(b, VF, to)), to)
+        at = c * 4
+        to = best + at
+        score = load(VF, scores + at) - tops
+        store(larger(score, load(VF, to)), to)
 
 
 @njit(cache=True, nogil=True)

@@ -24,8 +24,21 @@ from sparsekv_cli.cpu.attention.tile import widen_row
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F32, I8, I32, I64, LANES, VF, VI, const, keep, load, tasks_of
+from sparsekv_cli.cpu.jit.llvm import keep, tasks_of
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.value import (
+    F32,
+    I8,
+    I32,
+    LANES,
+    VF,
+    VI,
+    call_named,
+    const,
+    load,
+    store,
+    vec,
+)
 from sparsekv_cli.cpu.layer.hadamard import rotate_row
 from sparsekv_cli.cpu.quest.pages import page_summaries_ref
 
@@ -39,55 +52,55 @@ SPAN = 16 * PAIR  # pages of a task
 
 
 @emitter(returns=types.float32, kind=LITERAL)
-def _summarise(b, kind, rows, row_bytes, width, centre, out):
+def _summarise(kind, rows, row_bytes, width, centre, out):
     """out f32 (2 width,) = mean - centre and deviation of PAGE rows, addresses.
 
     kind: a literal, F16_ROWS or F32_ROWS. width: a multiple of 16. Returns the largest magnitude of
     out. The deviation comes from differences to the mean, so that no digits cancel.
     """
     share, zero = const(F32, 1 / PAGE), const(F32, 0.0)
-    places = [b.add(rows, b.mul(row_bytes, I64(j))) for j in range(PAGE)]
+    places = [rows + row_bytes * j for j in range(PAGE)]
 
     def size(x):
-        return llvm.call_named(b, "llvm.fabs.v16f32", VF, x)
+        return x.call("fabs")
 
     def chunk(c, most):
-        at = b.mul(c, I64(4))
-        x = [wide_lanes(b, kind, place, c) for place in places]
+        at = c * 4
+        x = [wide_lanes(kind, place, c) for place in places]
         mean = zero
         for row in x:
-            mean = b.fadd(mean, row)
-        mean, squares = b.fmul(mean, share), zero
+            mean = mean + row
+        mean, squares = mean * share, zero
         for row in x:
-            deviation = b.fsub(row, mean)
-            squares = llvm.fma(b, deviation, deviation, squares)
-        deviation = llvm.call_named(b, "llvm.sqrt.v16f32", VF, b.fmul(squares, share))
-        moved = b.fsub(mean, load(b, VF, b.add(centre, at)))
-        llvm.store(b, moved, b.add(out, at))
-        llvm.store(b, deviation, b.add(out, b.add(at, b.mul(width, I64(4)))))
-        return [larger(b, deviation, larger(b, size(moved), most[0]))]
+            deviation = row - mean
+            squares = deviation.fma(deviation, squares)
+        deviation = call_named("llvm.sqrt.v16f32", VF, squares * share)
+        moved = mean - load(VF, centre + at)
+        store(moved, out + at)
+        store(deviation, out + (at + width * 4))
+        return [larger(deviation, larger(size(moved), most[0]))]
 
-    return llvm.max_lanes(b, llvm.loop(b, I64(0), width, LANES, [zero], chunk)[0])
+    return llvm.max_lanes(llvm.loop(0, width, LANES, [zero], chunk)[0])
 
 
 @emitter(scale=types.float32)
-def _round(b, x, count, scale, zero, out, stride):
+def _round(x, count, scale, zero, out, stride):
     """Writes the nearest bytes to x f32 (count,) / scale, + zero. Four are consecutive.
 
     The next four lie ``stride`` bytes later. count: a multiple of 16; addresses.
     """
-    inverse, offset = llvm.splat(b, b.fdiv(F32(1.0), scale)), llvm.splat(b, b.trunc(zero, I32))
+    inverse, offset = (1.0 / scale).splat(), zero.to(I32).splat()
 
-    @llvm.every(b, count, LANES)
+    @llvm.every(count, LANES)
     def chunk(c):
-        lanes = b.fmul(load(b, VF, b.add(x, b.mul(c, I64(4)))), inverse)
-        lanes = b.fptosi(llvm.call_named(b, "llvm.rint.v16f32", VF, lanes), VI)
-        narrow = b.trunc(b.add(lanes, offset), llvm.vec(I8))
-        words = b.bitcast(narrow, llvm.vec(I32, LANES // 4))
-        first = b.lshr(c, I64(2))
+        lanes = load(VF, x + c * 4) * inverse
+        lanes = lanes.call("rint").to(VI)
+        narrow = (lanes + offset).to(vec(I8))
+        words = narrow.bitcast(vec(I32, LANES // 4))
+        first = c >> 2
         for i in range(LANES // 4):
-            to = b.add(out, b.mul(stride, b.add(first, I64(i))))
-            llvm.store(b, b.extract_element(words, I32(i)), to)
+            to = out + stride * (first + i)
+            store(words.lane(i), to)
 
 
 @njit(cache=True, nogil=True)
@@ -178,26 +191,26 @@ def round_queries_ref(q):
 
 
 @emitter(n_queries=range(1, MAX_QUERIES + 1))
-def _score_pair(b, n_queries, queries, n_words, starts, factors, tiles, scales, out, out_row, tops):
+def _score_pair(n_queries, queries, n_words, starts, factors, tiles, scales, out, out_row, tops):
     """Scores the pages of two tiles for n_queries queries, 1 to MAX_QUERIES; all are addresses.
 
     out f32 (n_queries, 32), rows ``out_row`` bytes apart. tops f32 (n_queries, 16): each lane is
     raised to the query's largest scores.
     """
-    query_row = b.mul(n_words, I64(4))
-    pair = [tiles, b.add(tiles, b.mul(n_words, I64(LINE)))]
-    of_pages = [load(b, VF, scales, 4 * LANES * i) for i in range(2)]
+    query_row = n_words * 4
+    pair = [tiles, tiles + n_words * LINE]
+    of_pages = [load(VF, scales, 4 * LANES * i) for i in range(2)]
 
-    first = [load(b, I32, starts, 4 * m) for m in range(n_queries)]
-    sums = byte_scores.emit_products(b, first, queries, query_row, 4, pair, n_words)
+    first = [load(I32, starts, 4 * m) for m in range(n_queries)]
+    sums = byte_scores.emit_products(first, queries, query_row, 4, pair, n_words)
     for m, dots in enumerate(sums):
-        factor = llvm.splat(b, load(b, F32, factors, 4 * m))
-        top = load(b, VF, tops, 4 * LANES * m)
+        factor = load(F32, factors, 4 * m).splat()
+        top = load(VF, tops, 4 * LANES * m)
         for i, dot in enumerate(dots):
-            score = b.fmul(b.sitofp(dot, VF), b.fmul(of_pages[i], factor))
-            llvm.store(b, score, b.add(out, b.mul(out_row, I64(m))), 4 * LANES * i)
-            top = larger(b, score, top)
-        llvm.store(b, top, tops, 4 * LANES * m)
+            score = dot.to(VF) * (of_pages[i] * factor)
+            store(score, out + out_row * m, 4 * LANES * i)
+            top = larger(score, top)
+        store(top, tops, 4 * LANES * m)
 
 
 @njit(cache=True, nogil=True)

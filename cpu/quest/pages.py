@@ -9,7 +9,6 @@ uint16, because numba has no f16 arrays.
 """
 
 import numpy as np
-from llvmlite import ir
 from numba import prange
 
 from sparsekv_cli.cpu.attention.decode import BLOCK, ONE_THREAD_BELOW, TILE, n_key_splits
@@ -20,57 +19,69 @@ from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F16, F32, I64, LANES, VF, const, tasks_of
+from sparsekv_cli.cpu.jit.llvm import tasks_of
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.value import (
+    F16,
+    F32,
+    I64,
+    LANES,
+    VF,
+    Value,
+    call_named,
+    const,
+    store,
+    vec,
+)
 
 
-def _store_half_lanes(b: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
-    llvm.store(b, b.fptrunc(value, llvm.vec(F16)), address)
+def _store_half_lanes(value: Value, address: Value) -> None:
+    store(value.to(vec(F16)), address)
 
 
 @emitter(meanstd=(0, 1))
-def summarise_rows(b, meanstd, rows, row_bytes, count, d, hi, lo):
+def summarise_rows(meanstd, rows, row_bytes, count, d, hi, lo):
     """Computes hi, lo f16 (d,) of ``count`` >= 1 f16 rows, all addresses; d a multiple of 16.
 
     meanstd: 0: the largest and smallest element of each channel. 1: mean + std and mean
     - std (over count). The std comes from deviations, so that no digits cancel.
     """
-    share = llvm.splat(b, b.fdiv(F32(1.0), b.sitofp(count, F32)))
+    share = (1.0 / count.to(F32)).splat()
 
-    @llvm.every(b, d, LANES)
+    @llvm.every(d, LANES)
     def chunk(c):
-        at = b.mul(c, I64(2))
-        first = b.add(rows, at)
+        at = c * 2
+        first = rows + at
 
         def row(j):
-            return llvm.load_half_lanes(b, b.add(first, b.mul(j, row_bytes)))
+            return llvm.load_half_lanes(first + j * row_bytes)
 
         def extend(j, ends):
             return [
-                llvm.call_named(b, "llvm.maxnum.v16f32", VF, ends[0], row(j)),
-                llvm.call_named(b, "llvm.minnum.v16f32", VF, ends[1], row(j)),
+                ends[0].maxnum(row(j)),
+                ends[1].minnum(row(j)),
             ]
 
         def add(j, sums):
-            return [b.fadd(sums[0], row(j))]
+            return [sums[0] + row(j)]
 
         if not meanstd:
             ends = [row(I64(0)), row(I64(0))]
-            high, low = llvm.loop(b, I64(1), count, 1, ends, extend)
+            high, low = llvm.loop(1, count, 1, ends, extend)
         else:
-            total = llvm.loop(b, I64(0), count, 1, [const(F32, 0.0)], add)[0]
-            mean = b.fmul(total, share)
+            total = (llvm.loop(0, count, 1, [const(F32, 0.0)], add))[0]
+            mean = total * share
 
             def deviate(j, sums):
-                deviation = b.fsub(row(j), mean)
-                return [llvm.fma(b, deviation, deviation, sums[0])]
+                deviation = row(j) - mean
+                return [deviation.fma(deviation, sums[0])]
 
-            squares = llvm.loop(b, I64(0), count, 1, [const(F32, 0.0)], deviate)[0]
-            variance = b.fmul(squares, share)
-            std = llvm.call_named(b, "llvm.sqrt.v16f32", VF, variance)
-            high, low = b.fadd(mean, std), b.fsub(mean, std)
-        _store_half_lanes(b, high, b.add(hi, at))
-        _store_half_lanes(b, low, b.add(lo, at))
+            squares = (llvm.loop(0, count, 1, [const(F32, 0.0)], deviate))[0]
+            variance = squares * share
+            std = call_named("llvm.sqrt.v16f32", VF, variance)
+            high, low = mean + std, mean - std
+        _store_half_lanes(high, hi + at)
+        _store_half_lanes(low, lo + at)
 
 
 @njit(cache=True, nogil=True)

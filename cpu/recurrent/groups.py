@@ -14,13 +14,12 @@ In Mamba-2 d_c = beta_c v_c. The delta rule also corrects what the state has for
 """
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F32, I64, LANES, VF, const, load, splat
+from sparsekv_cli.cpu.jit.value import F32, LANES, VF, Value, const, load, store
 from sparsekv_cli.cpu.layer.activation import SILU, gate_lanes
 from sparsekv_cli.cpu.layer.rows import widen
 from sparsekv_cli.cpu.recurrent import MAX_HEAD
@@ -33,70 +32,68 @@ N_FACTORS = 3 * GROUP + 2 * GROUP**2
 
 
 @emitter(n=(1, GROUP), corrects=(0, 1))
-def _run_group(b, n, corrects, state, n_blocks, n_keys, q, k, v, out, factors):
+def _run_group(n, corrects, state, n_blocks, n_keys, q, k, v, out, factors):
     """Runs n rows of one head on all its columns; addresses of f32.
 
     corrects: by the delta rule. state (n_blocks, n_keys, 16) is read and written. Rows of q, k, v
     and out are ROW floats apart. factors: from ``_group_factors``.
     """
 
-    def factor(place: int) -> ir.Value:
-        return splat(b, load(b, F32, factors, 4 * place))
+    def factor(place: int) -> Value:
+        return load(F32, factors, 4 * place).splat()
 
-    def element(rows: ir.Value, at: ir.Value, c: int) -> ir.Value:
-        return splat(b, load(b, F32, b.add(rows, at), 4 * ROW * c))
+    def element(rows: Value, at: Value, c: int) -> Value:
+        return load(F32, rows + at, 4 * ROW * c).splat()
 
-    @llvm.every(b, n_blocks)
+    @llvm.every(n_blocks)
     def block(j):
-        columns = b.add(state, b.mul(j, b.mul(n_keys, I64(4 * LANES))))
-        lanes = b.mul(j, I64(4 * LANES))
+        columns = state + j * (n_keys * (4 * LANES))
+        lanes = j * (4 * LANES)
 
         def products(i, sums):
-            row = load(b, VF, b.add(columns, b.mul(i, I64(4 * LANES))))
-            at = b.mul(i, I64(4))
+            row = load(VF, columns + i * (4 * LANES))
+            at = i * 4
             pairs = [(rows, c) for rows in ((q, k) if corrects else (q,)) for c in range(n)]
-            return [
-                llvm.fma(b, element(rows, at, c), row, sums[j]) for j, (rows, c) in enumerate(pairs)
-            ]
+            return [element(rows, at, c).fma(row, sums[j]) for j, (rows, c) in enumerate(pairs)]
 
         zeros = [const(F32, 0.0)] * (2 * n if corrects else n)
-        sums = llvm.loop(b, I64(0), n_keys, 1, zeros, products)
-        deltas: list[ir.Value] = []
+        sums = llvm.loop(0, n_keys, 1, zeros, products)
+        deltas: list[Value] = []
         for c in range(n):
             decay, pairs = factor(c), 3 * n + c * n
-            value = load(b, VF, b.add(v, lanes), 4 * ROW * c)
+            value = load(VF, v + lanes, 4 * ROW * c)
             if corrects:
-                seen = b.fmul(decay, sums[n + c])
+                seen = decay * sums[n + c]
                 for s in range(c):
-                    seen = llvm.fma(b, factor(pairs + s), deltas[s], seen)
-                value = b.fsub(value, seen)
-            deltas.append(b.fmul(factor(n + c), value))
-            result = b.fmul(decay, sums[c])
+                    seen = factor(pairs + s).fma(deltas[s], seen)
+                value = value - seen
+            deltas.append(factor(n + c) * value)
+            result = decay * sums[c]
             for s in range(c + 1):
-                result = llvm.fma(b, factor(n * n + pairs + s), deltas[s], result)
-            llvm.store(b, result, b.add(out, lanes), 4 * ROW * c)
-        weights = [b.fmul(factor(2 * n + s), deltas[s]) for s in range(n)]
+                result = factor(n * n + pairs + s).fma(deltas[s], result)
+            store(result, out + lanes, 4 * ROW * c)
+        weights = [factor(2 * n + s) * deltas[s] for s in range(n)]
         decay = factor(n - 1)
 
-        @llvm.every(b, n_keys)
+        @llvm.every(n_keys)
         def update(i):
-            place = b.add(columns, b.mul(i, I64(4 * LANES)))
-            row, at = b.fmul(load(b, VF, place), decay), b.mul(i, I64(4))
+            place = columns + i * (4 * LANES)
+            row, at = load(VF, place) * decay, i * 4
             for s in range(n):
-                row = llvm.fma(b, element(k, at, s), weights[s], row)
-            llvm.store(b, row, place)
+                row = element(k, at, s).fma(weights[s], row)
+            store(row, place)
 
 
 @emitter(returns=types.float32)
-def _dot(b, x, y, count):
+def _dot(x, y, count):
     """Returns x . y of f32 at addresses; count: a multiple of 16."""
 
     def body(j, sums):
-        at = b.mul(j, I64(4))
-        lanes = load(b, VF, b.add(x, at)), load(b, VF, b.add(y, at))
-        return [llvm.fma(b, *lanes, sums[0])]
+        at = j * 4
+        lanes = load(VF, x + at), load(VF, y + at)
+        return [lanes[0].fma(lanes[1], sums[0])]
 
-    return llvm.sum_lanes(b, llvm.loop(b, I64(0), count, LANES, [const(F32, 0.0)], body)[0])
+    return llvm.sum_lanes(llvm.loop(0, count, LANES, [const(F32, 0.0)], body)[0])
 
 
 @njit(cache=True, nogil=True)

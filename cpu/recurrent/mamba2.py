@@ -14,8 +14,8 @@ from numba import prange
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.value import LANES
 from sparsekv_cli.cpu.layer.activation import SILU, gate_lanes
 from sparsekv_cli.cpu.layer.rows import rms_scale, rounded, widen
 from sparsekv_cli.cpu.recurrent.convolution import convolution_ref

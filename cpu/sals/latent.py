@@ -19,9 +19,10 @@ from sparsekv_cli.cpu.attention.load import widen_halves
 from sparsekv_cli.cpu.attention.select import bits_of, float_of
 from sparsekv_cli.cpu.attention.store import store_halves
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import LANES, prefetch_lines
+from sparsekv_cli.cpu.jit.llvm import prefetch_lines
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.value import LANES
 from sparsekv_cli.cpu.sals.values import head_bytes, quantize_head, read_head
 from sparsekv_cli.cpu.sals.vectors import (
     MAX_ROWS,

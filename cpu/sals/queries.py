@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 
 from sparsekv_cli.cpu.attention import byte_scores
@@ -18,7 +17,18 @@ from sparsekv_cli.cpu.attention.flash import larger
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, load
+from sparsekv_cli.cpu.jit.value import (
+    F32,
+    I32,
+    LANES,
+    VF,
+    VI,
+    Value,
+    const,
+    load,
+    select,
+    store,
+)
 from sparsekv_cli.cpu.sals.latent import LatentBasis
 from sparsekv_cli.cpu.sals.vectors import cos_sin, rotate_pair
 from sparsekv_cli.cpu.vector.declared import f32, f64, i32, i64
@@ -120,32 +130,32 @@ def _round_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([whole.view(np.int32), offsets], axis=-1), scales.astype(np.float32)
 
 
-def _packed(b: ir.IRBuilder, columns: Sequence[ir.Value]) -> ir.Value:
+def _packed(columns: Sequence[Value]) -> Value:
     """Packs the low bytes of four <16 x i32> into one, the first one's byte lowest."""
     word = const(I32, 0)
     for i, column in enumerate(columns):
-        word = b.or_(word, b.shl(b.and_(column, const(I32, 255)), const(I32, 8 * i)))
+        word = word | (column & 255) << 8 * i
     return word
 
 
-def _rounded(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    return b.fptosi(llvm.call_named(b, "llvm.rint.v16f32", VF, x), VI)
+def _rounded(x: Value) -> Value:
+    return x.call("rint").to(VI)
 
 
 @emitter
-def _pack_turned(b, turned, n_words, tile):
+def _pack_turned(turned, n_words, tile):
     """Rounds rotated f32 (4 words, 16) within 127 to a tile of bytes (words, 16, 4); addresses."""
 
-    @llvm.every(b, n_words)
+    @llvm.every(n_words)
     def word(w):
-        at = b.add(turned, b.mul(w, I64(4 * byte_scores.LINE)))
-        columns = [_rounded(b, load(b, VF, at, byte_scores.LINE * i)) for i in range(4)]
-        lanes = b.xor(_packed(b, columns), const(I32, 0x80808080 - (1 << 32)))
-        llvm.store(b, lanes, b.add(tile, b.mul(w, I64(byte_scores.LINE))))
+        at = turned + w * (4 * byte_scores.LINE)
+        columns = [_rounded(load(VF, at, byte_scores.LINE * i)) for i in range(4)]
+        lanes = _packed(columns) ^ 0x80808080 - (1 << 32)
+        store(lanes, tile + w * byte_scores.LINE)
 
 
 @emitter(n_rows=range(1, byte_scores.MAX_QUERIES + 1), unit=types.float32)
-def _project(b, n_rows, words, n_words, scales, unit, tile, out):
+def _project(n_rows, words, n_words, scales, unit, tile, out):
     """Multiplies rows of bytes by a tile of bytes: out[m] = unit * scales[m] * (row m . tile).
 
     Row m is a row of D^T, as ``_round_rows`` writes it: n_words words of four bytes, then an
@@ -153,18 +163,18 @@ def _project(b, n_rows, words, n_words, scales, unit, tile, out):
     n_words bytes. out f32 (n_rows, 16). n_rows: at most MAX_QUERIES (attention/byte_scores.py).
     words, scales, tile, out: addresses.
     """
-    row = b.mul(b.add(n_words, I64(1)), I64(4))
-    last = b.add(words, b.mul(n_words, I64(4)))
+    row = (n_words + 1) * 4
+    last = words + n_words * 4
 
-    starts = [load(b, I32, b.add(last, b.mul(row, I64(m)))) for m in range(n_rows)]
-    products = byte_scores.emit_products(b, starts, words, row, 4, [tile], n_words)
+    starts = [load(I32, last + row * m) for m in range(n_rows)]
+    products = byte_scores.emit_products(starts, words, row, 4, [tile], n_words)
     for m, (dot,) in enumerate(products):
-        factor = llvm.splat(b, b.fmul(unit, load(b, F32, scales, 4 * m)))
-        llvm.store(b, b.fmul(b.sitofp(dot, VF), factor), out, byte_scores.LINE * m)
+        factor = (unit * load(F32, scales, 4 * m)).splat()
+        store(dot.to(VF) * factor, out, byte_scores.LINE * m)
 
 
 @emitter
-def _round_queries(b, projected, count, words, n_words, factors):
+def _round_queries(projected, count, words, n_words, factors):
     """Rounds the queries of sixteen blocks, projected f32 (count, 16), to bytes.
 
     words int32 (n_words + 1, 16): set to four bytes each, then minus the sum that ZERO adds to a
@@ -172,30 +182,30 @@ def _round_queries(b, projected, count, words, n_words, factors):
     """
 
     def column(c):
-        return load(b, VF, b.add(projected, b.mul(c, I64(4 * LANES))))
+        return load(VF, projected + c * (4 * LANES))
 
     def greater(c, peak):
-        size = llvm.call_named(b, "llvm.fabs.v16f32", VF, column(c))
-        return [larger(b, size, peak[0])]
+        size = column(c).call("fabs")
+        return [larger(size, peak[0])]
 
-    peak = llvm.loop(b, I64(0), count, 1, [const(F32, float(TINY))], greater)[0]
-    inverse = b.fdiv(const(F32, float(LARGEST)), peak)
-    llvm.store(b, b.fdiv(peak, const(F32, float(LARGEST))), factors)
+    peak = (llvm.loop(0, count, 1, [const(F32, float(TINY))], greater))[0]
+    inverse = float(LARGEST) / peak
+    store(peak / float(LARGEST), factors)
 
     def word(w, carried):
         (total,), columns = carried, []
         for i in range(4):
-            c = b.add(b.mul(w, I64(4)), I64(i))
-            is_there = b.icmp_signed("<", c, count)
-            whole = _rounded(b, b.fmul(column(b.select(is_there, c, I64(0))), inverse))
-            columns.append(b.select(is_there, whole, const(I32, 0)))
-            total = b.add(total, columns[-1])
-        llvm.store(b, _packed(b, columns), b.add(words, b.mul(w, I64(4 * LANES))))
+            c = w * 4 + i
+            is_there = c < count
+            whole = _rounded(column(select(is_there, c, 0)) * inverse)
+            columns.append(select(is_there, whole, 0))
+            total = total + columns[-1]
+        store(_packed(columns), words + w * (4 * LANES))
         return [total]
 
-    total = llvm.loop(b, I64(0), n_words, 1, [const(I32, 0)], word)[0]
-    offset = b.mul(total, const(I32, -byte_scores.ZERO))
-    llvm.store(b, offset, b.add(words, b.mul(n_words, I64(4 * LANES))))
+    total = (llvm.loop(0, n_words, 1, [const(I32, 0)], word))[0]
+    offset = total * -byte_scores.ZERO
+    store(offset, words + n_words * (4 * LANES))
 
 
 @njit(cache=True, nogil=True)

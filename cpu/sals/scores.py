@@ -10,21 +10,10 @@ import numpy as np
 from sparsekv_cli.cpu.attention import byte_scores
 from sparsekv_cli.cpu.attention.flash import LOG2_E, larger
 from sparsekv_cli.cpu.attention.softmax import exp_in_place, soften
-from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import (
-    F32,
-    I32,
-    I64,
-    LANES,
-    VF,
-    VI,
-    const,
-    load,
-    prefetch_lines,
-    splat,
-)
+from sparsekv_cli.cpu.jit.llvm import prefetch_lines
+from sparsekv_cli.cpu.jit.value import F32, I32, LANES, VF, VI, const, load, select, store
 from sparsekv_cli.cpu.sals.latent import tile_bytes, words_of
 from sparsekv_cli.cpu.sals.queries import ROPE_BLOCK, SPAN
 from sparsekv_cli.cpu.vector.put import put
@@ -43,7 +32,7 @@ SCORES, SUM_OF_HEADS, SUMS_BY_HEAD = 0, 1, 2  # kinds of output of ``_score_pair
 
 @emitter(made=LITERAL, n_heads=range(1, byte_scores.MAX_QUERIES + 1))
 def _score_pair(
-    b, made, n_heads, words, row, n_words, factors, bias, tiles, out, out_row, add
+    made, n_heads, words, row, n_words, factors, bias, tiles, out, out_row, add
 ):  # fmt: skip
     """Scores two tiles of latents for at most MAX_QUERIES heads. Arrays are addresses.
 
@@ -53,44 +42,44 @@ def _score_pair(
     SUM_OF_HEADS writes their sum to out[:32], or adds it if ``add`` is not 0. SUMS_BY_HEAD adds
     each head's weights to out[h, :32].
     """
-    size = b.mul(b.add(n_words, I64(1)), I64(byte_scores.LINE))
-    pair = [tiles, b.add(tiles, size)]
-    offset = b.mul(n_words, I64(4 * LANES))
-    scales = [load(b, VF, b.add(tile, b.sub(size, I64(byte_scores.LINE)))) for tile in pair]
-    has_old = b.icmp_signed("!=", add, I64(0))
+    size = (n_words + 1) * byte_scores.LINE
+    pair = [tiles, tiles + size]
+    offset = n_words * (4 * LANES)
+    scales = [load(VF, tile + (size - byte_scores.LINE)) for tile in pair]
+    has_old = add != 0
 
     def weights(m, dots):
         """Yields the two vectors of weights of head m."""
-        factor = b.fmul(load(b, F32, factors, 4 * LANES * m), F32(float(LOG2_E * ONE_POWER)))
-        factor, shift = splat(b, factor), splat(b, load(b, F32, bias, 4 * m))
+        factor = load(F32, factors, 4 * LANES * m) * float(LOG2_E * ONE_POWER)
+        factor, shift = factor.splat(), load(F32, bias, 4 * m).splat()
         most = const(F32, float(MOST_BITS))
         for dot, scale in zip(dots, scales, strict=True):
-            score = b.fmul(b.sitofp(dot, VF), b.fmul(scale, factor))
-            bits = larger(b, b.fadd(score, shift), const(F32, 0.0))
-            bits = b.select(b.fcmp_ordered("<", bits, most), bits, most)
-            yield b.bitcast(b.fptosi(bits, VI), VF)
+            score = dot.to(VF) * (scale * factor)
+            bits = larger(score + shift, const(F32, 0.0))
+            bits = select(bits < most, bits, most)
+            yield bits.to(VI).bitcast(VF)
 
-    starts = [load(b, I32, b.add(b.add(words, offset), b.mul(row, I64(m)))) for m in range(n_heads)]
+    starts = [load(I32, words + offset + row * m) for m in range(n_heads)]
     zero = const(F32, 0.0)
-    totals = [b.select(has_old, load(b, VF, out, 4 * LANES * i), zero) for i in range(2)]
-    products = byte_scores.emit_products(b, starts, words, row, 4 * LANES, pair, n_words)
+    totals = [select(has_old, load(VF, out, 4 * LANES * i), zero) for i in range(2)]
+    products = byte_scores.emit_products(starts, words, row, 4 * LANES, pair, n_words)
     for m, dots in enumerate(products):
-        place = b.add(out, b.mul(out_row, I64(m)))
+        place = out + out_row * m
         if made == SCORES:
-            factor = splat(b, load(b, F32, factors, 4 * LANES * m))
+            factor = load(F32, factors, 4 * LANES * m).splat()
             for i, dot in enumerate(dots):
-                score = b.fmul(b.sitofp(dot, VF), b.fmul(scales[i], factor))
-                llvm.store(b, score, place, 4 * LANES * i)
+                score = dot.to(VF) * (scales[i] * factor)
+                store(score, place, 4 * LANES * i)
             continue
         for i, weight in enumerate(weights(m, dots)):
             if made == SUM_OF_HEADS:
-                totals[i] = b.fadd(totals[i], weight)
+                totals[i] = totals[i] + weight
             else:
-                total = b.fadd(load(b, VF, place, 4 * LANES * i), weight)
-                llvm.store(b, total, place, 4 * LANES * i)
+                total = load(VF, place, 4 * LANES * i) + weight
+                store(total, place, 4 * LANES * i)
     if made == SUM_OF_HEADS:
         for i, total in enumerate(totals):
-            llvm.store(b, total, out, 4 * LANES * i)
+            store(total, out, 4 * LANES * i)
 
 
 @njit(inline="always")

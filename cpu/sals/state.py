@@ -8,7 +8,7 @@ import numpy as np
 from sparsekv_cli.cpu.attention.decode import BLOCK as ATTENDED_AT_ONCE
 from sparsekv_cli.cpu.attention.decode import TILE
 from sparsekv_cli.cpu.attention.tile import PAD
-from sparsekv_cli.cpu.jit.llvm import LANES
+from sparsekv_cli.cpu.jit.value import LANES
 from sparsekv_cli.cpu.sals.latent import LatentBasis, Latents
 from sparsekv_cli.cpu.sals.queries import SPAN, BlockBasis
 from sparsekv_cli.cpu.sals.scores import CHUNK

@@ -7,13 +7,12 @@ is no multiple of 32, its last group is stored whole and used in part.
 """
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F16, F32, I32, I64, LANES, VF, VI, const, load, splat
+from sparsekv_cli.cpu.jit.value import F16, F32, I8, LANES, VF, VI, Value, load, select, store, vec
 from sparsekv_cli.cpu.sals.vectors import rounded_to_half, scatter_halves
 
 GROUP = 32  # channels that share a scale
@@ -87,46 +86,46 @@ def _store_bytes(source, count, target):
 
 
 @emitter(value=types.uint8)
-def _store_byte(b, address, value):
-    llvm.store(b, value, address)
+def _store_byte(address, value):
+    store(value, address)
 
 
-def _codes(b: ir.IRBuilder, bits: int, block: ir.Value, second: int) -> ir.Value:
+def _codes(bits: int, block: Value, second: int) -> Value:
     """Sixteen codes of a group as <16 x float>: channels 0 to 15, or (second = 1) 16 to 31."""
     if bits == 4:
-        lanes = b.zext(load(b, llvm.vec(llvm.I8), block, 4), VI)
+        lanes = load(vec(I8), block, 4).unsigned_to(VI)
         shifts = [4 * second] * LANES
     else:
-        lanes = load(b, llvm.vec(llvm.I8, 8), block, 4)
-        lanes = b.zext(llvm.shuffle(b, lanes, lanes, [*range(8)] * 2), VI)
+        lanes = load(vec(I8, 8), block, 4)
+        lanes = lanes.shuffle([*range(8)] * 2).unsigned_to(VI)
         shifts = [4 * second] * 8 + [4 * second + 2] * 8
-    lanes = b.lshr(lanes, ir.Constant(VI, shifts))
-    return b.uitofp(b.and_(lanes, const(I32, (1 << bits) - 1)), VF)
+    lanes = lanes >> shifts
+    return (lanes & (1 << bits) - 1).unsigned_to(VF)
 
 
 @emitter(bits=BITS)
-def read_head(b, bits, source, d_v, out):
+def read_head(bits, source, d_v, out):
     """Writes one token's values of one kv head as f16 to ``out``; d_v is rounded up to 16."""
     if bits == 16:
 
-        @llvm.every(b, d_v, LANES)
+        @llvm.every(d_v, LANES)
         def copy(c):
-            at = b.mul(c, I64(2))
-            llvm.store(b, load(b, llvm.vec(F16), b.add(source, at)), b.add(out, at))
+            at = c * 2
+            store(load(vec(F16), source + at), out + at)
 
         return
 
     def read_group(c, n_halves):
-        block = b.add(source, b.mul(b.sdiv(c, I64(GROUP)), I64(4 + 4 * bits)))
-        scale = splat(b, b.fpext(load(b, F16, block), F32))
-        minimum = splat(b, b.fpext(load(b, F16, block, 2), F32))
+        block = source + c // GROUP * (4 + 4 * bits)
+        scale = load(F16, block).to(F32).splat()
+        minimum = load(F16, block, 2).to(F32).splat()
         for half in range(n_halves):
-            value = llvm.fma(b, _codes(b, bits, block, half), scale, minimum)
-            at = b.add(out, b.mul(c, I64(2)))
-            llvm.store(b, b.fptrunc(value, llvm.vec(F16)), at, 2 * LANES * half)
+            value = _codes(bits, block, half).fma(scale, minimum)
+            at = out + c * 2
+            store(value.to(vec(F16)), at, 2 * LANES * half)
 
-    rest = b.srem(d_v, I64(GROUP))
-    ends_early = b.icmp_signed("<=", rest, I64(LANES))
-    whole = b.sub(d_v, b.select(ends_early, rest, I64(0)))
-    llvm.loop(b, I64(0), whole, GROUP, [], lambda c, _: read_group(c, 2))
-    llvm.loop(b, whole, d_v, GROUP, [], lambda c, _: read_group(c, 1))
+    rest = d_v % GROUP
+    ends_early = rest <= LANES
+    whole = d_v - select(ends_early, rest, 0)
+    llvm.loop(0, whole, GROUP, [], lambda c, _: read_group(c, 2))
+    llvm.loop(whole, d_v, GROUP, [], lambda c, _: read_group(c, 1))

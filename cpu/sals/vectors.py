@@ -14,7 +14,21 @@ from numba import types
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F16, F32, I32, I64, LANES, VF, VI, const, load, splat
+from sparsekv_cli.cpu.jit.value import (
+    F16,
+    F32,
+    I8,
+    I32,
+    LANES,
+    VF,
+    VI,
+    call_named,
+    const,
+    load,
+    select,
+    store,
+    vec,
+)
 
 VD = ir.VectorType(ir.DoubleType(), LANES)
 # sin x and cos x for |x| <= pi/4 as polynomials in x^2 (Cephes' sinf, cosf).
@@ -27,24 +41,24 @@ MAX_ROWS = 12 if IS_WIDE else 6
 
 
 @emitter(n_vectors=LITERAL, tile=range(1, MAX_ROWS + 1))
-def _multiply_tile(b, n_vectors, tile, a, a_row, a_column, x, x_row, count, out, out_row):
+def _multiply_tile(n_vectors, tile, a, a_row, a_column, x, x_row, count, out, out_row):
     """``multiply``, or with n_vectors = 2 ``multiply_pair``, of ``tile`` rows."""
     at_once = n_vectors if IS_WIDE else 1
-    rows = [b.add(a, b.mul(I64(m), a_row)) for m in range(tile)]
+    rows = [a + m * a_row for m in range(tile)]
     for first in range(0, n_vectors, at_once):
         places = [4 * LANES * v for v in range(first, first + at_once)]
 
         def column(c, sums, places=places):
-            lanes = [load(b, VF, b.add(x, b.mul(c, x_row)), place) for place in places]
-            step = b.mul(c, a_column)
-            factors = [splat(b, load(b, F32, b.add(row, step))) for row in rows]
+            lanes = [load(VF, x + c * x_row, place) for place in places]
+            step = c * a_column
+            factors = [load(F32, row + step).splat() for row in rows]
             pairs = product(factors, lanes)
-            return [llvm.fma(b, f, x, s) for (f, x), s in zip(pairs, sums, strict=True)]
+            return [f.fma(x, s) for (f, x), s in zip(pairs, sums, strict=True)]
 
         zeros = [const(F32, 0.0)] * (tile * at_once)
-        sums = llvm.loop(b, I64(0), count, 1, zeros, column)
+        sums = llvm.loop(0, count, 1, zeros, column)
         for value, (m, place) in zip(sums, product(range(tile), places), strict=True):
-            llvm.store(b, value, b.add(out, b.mul(I64(m), out_row)), place)
+            store(value, out + m * out_row, place)
 
 
 @njit(cache=True, nogil=True)
@@ -82,144 +96,142 @@ def multiply_ref(a, x):
 
 
 @emitter(factor=types.float64)
-def cos_sin(b, turns, factor, count, cosines, sines):
+def cos_sin(turns, factor, count, cosines, sines):
     """Writes cos, sin of 2 pi turns[i] factor, i < count rounded up to 16; turns f64, results f32.
 
     Whole circles are removed from turns[i] factor in f64, so large positions lose no precision.
     """
-    factors = splat(b, factor)
+    factors = factor.splat()
     full_turn, one = const(F32, 2 * math.pi), const(I32, 1)
 
-    @llvm.every(b, count, LANES)
+    @llvm.every(count, LANES)
     def body(j):
-        t = b.fmul(load(b, VD, b.add(turns, b.mul(j, I64(8)))), factors)
-        t = b.fsub(t, llvm.call_named(b, "llvm.rint.v16f64", VD, t))
-        t = b.fptrunc(t, VF)  # turns, -0.5 to 0.5
-        quarter = llvm.call_named(b, "llvm.rint.v16f32", VF, b.fmul(t, const(F32, 4.0)))
-        x = b.fmul(llvm.fma(b, quarter, const(F32, -0.25), t), full_turn)
-        square = b.fmul(x, x)
+        t = load(VD, turns + j * 8) * factors
+        t = t - call_named("llvm.rint.v16f64", VD, t)
+        t = t.to(VF)  # turns, -0.5 to 0.5
+        quarter = (t * 4.0).call("rint")
+        x = quarter.fma(-0.25, t) * full_turn
+        square = x * x
         sine = const(F32, SIN_TERMS[0])
         for term in SIN_TERMS[1:]:
-            sine = llvm.fma(b, sine, square, const(F32, term))
-        sine = llvm.fma(b, b.fmul(sine, square), x, x)
+            sine = sine.fma(square, term)
+        sine = (sine * square).fma(x, x)
         cosine = const(F32, COS_TERMS[0])
         for term in COS_TERMS[1:]:
-            cosine = llvm.fma(b, cosine, square, const(F32, term))
-        cosine = llvm.fma(b, b.fmul(cosine, square), square, const(F32, 1.0))
-        cosine = llvm.fma(b, square, const(F32, -0.5), cosine)
-        number = b.fptosi(quarter, VI)
-        swapped = b.icmp_signed("==", b.and_(number, one), one)
-        sign = b.shl(b.and_(number, const(I32, 2)), const(I32, 30))
-        other = b.shl(b.and_(b.add(number, one), const(I32, 2)), const(I32, 30))
+            cosine = cosine.fma(square, term)
+        cosine = (cosine * square).fma(square, 1.0)
+        cosine = square.fma(-0.5, cosine)
+        number = quarter.to(VI)
+        swapped = number & one == one
+        sign = (number & 2) << 30
+        other = (number + one & 2) << 30
         for target, plain, swap, flip in (
             (sines, sine, cosine, sign),
             (cosines, cosine, sine, other),
         ):
-            value = b.bitcast(b.select(swapped, swap, plain), VI)
-            llvm.store(b, b.bitcast(b.xor(value, flip), VF), b.add(target, b.mul(j, I64(4))))
+            value = select(swapped, swap, plain).bitcast(VI)
+            store((value ^ flip).bitcast(VF), target + j * 4)
 
 
 @emitter(a=types.float32, b=types.float32)
-def rotate_pair(builder, a, b, cosines, sines, out_a, out_b):
+def rotate_pair(a, b, cosines, sines, out_a, out_b):
     """out_a = a cos + b sin, out_b = b cos - a sin in 16 lanes: the pair (a, b) rotated back.
 
     a, b f32 scalars; the rest are addresses of sixteen f32.
     """
-    first, second = splat(builder, a), splat(builder, b)
-    cosines, sines = load(builder, VF, cosines), load(builder, VF, sines)
-    products = builder.fmul(first, cosines), builder.fmul(second, cosines)
-    turned = llvm.fma(builder, second, sines, products[0])
-    llvm.store(builder, turned, out_a)
-    turned = llvm.fma(builder, builder.fneg(first), sines, products[1])
-    llvm.store(builder, turned, out_b)
+    first, second = a.splat(), b.splat()
+    cosines, sines = load(VF, cosines), load(VF, sines)
+    products = first * cosines, second * cosines
+    turned = second.fma(sines, products[0])
+    store(turned, out_a)
+    turned = (-first).fma(sines, products[1])
+    store(turned, out_b)
 
 
 @emitter(scale=types.float32)
-def rotate_row(b, x, n_pairs, cosines, sines, scale):
+def rotate_row(x, n_pairs, cosines, sines, scale):
     """Rotates pairs (x[i], x[i + n_pairs]) by the angles of ``cosines`` and ``sines``, in place.
 
     The result is multiplied by ``scale``. All are f32; x, cosines and sines are addresses.
     """
-    other = b.add(x, b.mul(n_pairs, I64(4)))
+    other = x + n_pairs * 4
 
     def turn(i, type_, factor):
-        at = b.mul(i, I64(4))
-        first, second = (load(b, type_, b.add(part, at)) for part in (x, other))
-        cosine, sine = (
-            b.fmul(load(b, type_, b.add(table, at)), factor) for table in (cosines, sines)
-        )
-        left = llvm.fma(b, b.fneg(second), sine, b.fmul(first, cosine))
-        right = llvm.fma(b, second, cosine, b.fmul(first, sine))
-        llvm.store(b, left, b.add(x, at))
-        llvm.store(b, right, b.add(other, at))
+        at = i * 4
+        first, second = (load(type_, part + at) for part in (x, other))
+        cosine, sine = (load(type_, table + at) * factor for table in (cosines, sines))
+        left = (-second).fma(sine, first * cosine)
+        right = second.fma(cosine, first * sine)
+        store(left, x + at)
+        store(right, other + at)
 
-    whole = b.sub(n_pairs, b.srem(n_pairs, I64(LANES)))
-    factors = splat(b, scale)
-    llvm.loop(b, I64(0), whole, LANES, [], lambda i, _: turn(i, VF, factors))
-    llvm.loop(b, whole, n_pairs, 1, [], lambda i, _: turn(i, F32, scale))
+    whole = n_pairs - n_pairs % LANES
+    factors = scale.splat()
+    llvm.loop(0, whole, LANES, [], lambda i, _: turn(i, VF, factors))
+    llvm.loop(whole, n_pairs, 1, [], lambda i, _: turn(i, F32, scale))
 
 
 @emitter
-def scale_lanes(b, x, n_rows, factors):
+def scale_lanes(x, n_rows, factors):
     """x[i, :16] *= factors[:16] for i < n_rows; f32, addresses."""
-    lanes = load(b, VF, factors)
+    lanes = load(VF, factors)
 
-    @llvm.every(b, n_rows)
+    @llvm.every(n_rows)
     def body(i):
-        at = b.add(x, b.mul(i, I64(4 * LANES)))
-        llvm.store(b, b.fmul(load(b, VF, at), lanes), at)
+        at = x + i * (4 * LANES)
+        store(load(VF, at) * lanes, at)
 
 
 @emitter
-def gather_words(b, source, step, count, target):
+def gather_words(source, step, count, target):
     """target[i] = the int32 at source + i step, i < count; addresses."""
 
-    @llvm.every(b, count)
+    @llvm.every(count)
     def body(i):
-        value = load(b, I32, b.add(source, b.mul(i, step)))
-        llvm.store(b, value, b.add(target, b.mul(i, I64(4))))
+        value = load(I32, source + i * step)
+        store(value, target + i * 4)
 
 
 @emitter(scale=types.float32)
-def join_bytes(b, high, low, scale, count, target):
+def join_bytes(high, low, scale, count, target):
     """target[i] = scale (high[i] - 128 + low[i] / 256), i < count rounded up to 16.
 
     high: unsigned bytes, low: signed ones, target f32; addresses.
     """
-    lanes, scale = llvm.vec(llvm.I8), b.fdiv(scale, F32(256.0))
+    lanes, scale = vec(I8), scale / 256.0
 
-    @llvm.every(b, count, LANES)
+    @llvm.every(count, LANES)
     def body(i):
-        x = b.shl(b.zext(load(b, lanes, b.add(high, i)), VI), const(I32, 8))
-        x = b.add(x, b.sext(load(b, lanes, b.add(low, i)), VI))
-        x = b.sub(x, const(I32, 128 << 8))
-        x = b.fmul(b.sitofp(x, VF), splat(b, scale))
-        llvm.store(b, x, b.add(target, b.mul(i, I64(4))))
+        x = load(lanes, high + i).unsigned_to(VI) << 8
+        x = x + load(lanes, low + i).to(VI)
+        x = x - (128 << 8)
+        x = x.to(VF) * scale.splat()
+        store(x, target + i * 4)
 
 
 @emitter
-def scatter_words(b, source, count, target, step):
+def scatter_words(source, count, target, step):
     """The int32 at target + i step = source[i], i < count; addresses."""
 
-    @llvm.every(b, count)
+    @llvm.every(count)
     def body(i):
-        value = load(b, I32, b.add(source, b.mul(i, I64(4))))
-        llvm.store(b, value, b.add(target, b.mul(i, step)))
+        value = load(I32, source + i * 4)
+        store(value, target + i * step)
 
 
 @emitter
-def scatter_halves(b, source, count, target, step):
+def scatter_halves(source, count, target, step):
     """The f16 at target + i step = f32 source[i] cut to +-65504, i < count; addresses."""
 
-    @llvm.every(b, count)
+    @llvm.every(count)
     def body(j):
-        value = load(b, F32, b.add(source, b.mul(j, I64(4))))
-        value = llvm.call_named(b, "llvm.maxnum.f32", F32, value, F32(-65504.0))
-        value = llvm.call_named(b, "llvm.minnum.f32", F32, value, F32(65504.0))
-        llvm.store(b, b.fptrunc(value, F16), b.add(target, b.mul(j, step)))
+        value = load(F32, source + j * 4)
+        value = value.maxnum(-65504.0)
+        value = value.minnum(65504.0)
+        store(value.to(F16), target + j * step)
 
 
 @emitter(returns=types.float32, value=types.float32)
-def rounded_to_half(b, value):
+def rounded_to_half(value):
     """Rounds an f32 to the nearest value of f16."""
-    return b.fpext(b.fptrunc(value, F16), F32)
+    return value.to(F16).to(F32)

@@ -16,18 +16,20 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from sparsekv_cli.cpu.jit import features, llvm
-from sparsekv_cli.cpu.jit.llvm import (
+from sparsekv_cli.cpu.jit.value import (
     F16,
     F32,
+    I1,
     I8,
     I16,
-    I32,
     LANES,
     VF,
     VI,
+    Value,
+    call_named,
     const,
     load,
-    shuffle,
+    select,
     vec,
 )
 from sparsekv_cli.cpu.weights.types import GGMLType
@@ -40,33 +42,37 @@ MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 class Block(NamedTuple):
     """One decoded block; all members but ``signed`` are IR values."""
 
-    q: list[ir.Value]  # <16 x i8> or <64 x i8> each, in order of the elements
+    q: list[Value]  # <16 x i8> or <64 x i8> each, in order of the elements
     signed: bool  # whether q is signed
-    scales: ir.Value  # <k x float>, each for 1/k of the elements
-    offsets: ir.Value | None = None  # <k x float>; None: 0
+    scales: Value  # <k x float>, each for 1/k of the elements
+    offsets: Value | None = None  # <k x float>; None: 0
 
-    def sixteens(self, b: ir.IRBuilder) -> list[ir.Value]:
+    def sixteens(
+        self,
+    ) -> list[Value]:
         """Returns the integers as <16 x i8> each."""
         if self.q[0].type.count == LANES:
             return self.q
         starts = range(0, self.q[0].type.count, LANES)
-        return [shuffle(b, q, q, range(at, at + LANES)) for q in self.q for at in starts]
+        return [q.shuffle(range(at, at + LANES)) for q in self.q for at in starts]
 
-    def floats(self, b: ir.IRBuilder) -> Iterator[ir.Value]:
+    def floats(
+        self,
+    ) -> Iterator[Value]:
         """Yields elements, <16 x float>. q * scale is exact in f32, so an offset rounds once."""
-        parts = self.sixteens(b)
+        parts = self.sixteens()
         a_scale = len(parts) // self.scales.type.count
         for i, q in enumerate(parts):
-            values = b.sitofp(q, VF) if self.signed else b.uitofp(q, VF)
+            values = q.to(VF) if self.signed else q.unsigned_to(VF)
             lanes = [i // a_scale] * LANES
-            scale = shuffle(b, self.scales, self.scales, lanes)
+            scale = self.scales.shuffle(lanes)
             if self.offsets is None:
-                yield b.fmul(values, scale)
+                yield values * scale
             else:
-                yield llvm.fma(b, values, scale, shuffle(b, self.offsets, self.offsets, lanes))
+                yield values.fma(scale, self.offsets.shuffle(lanes))
 
 
-Decode = Callable[[ir.IRBuilder, ir.Value], Block]
+Decode = Callable[[Value], Block]
 
 
 @dataclass(frozen=True)
@@ -106,59 +112,59 @@ class BlockFormat:
     def n_bytes(self) -> int:
         return self.type.row_bytes(self.n_elements)
 
-    def floats(self, b: ir.IRBuilder, p: ir.Value) -> Iterator[ir.Value]:
+    def floats(self, p: Value) -> Iterator[Value]:
         """Yields the block at address p as <16 x float> vectors, in order."""
         if self.decode is not None:
-            yield from self.decode(b, p).floats(b)
+            yield from self.decode(p).floats()
         elif self.type is GGMLType.F32:
-            yield load(b, VF, p)
+            yield load(VF, p)
         elif self.type is GGMLType.F16:
-            yield llvm.load_half_lanes(b, p)
+            yield llvm.load_half_lanes(p)
         else:
-            yield b.bitcast(b.shl(b.zext(load(b, vec(I16), p), VI), const(I32, 16)), VF)
+            yield (load(vec(I16), p).unsigned_to(VI) << 16).bitcast(VF)
 
 
-def nibbles(b: ir.IRBuilder, bytes_: ir.Value) -> tuple[ir.Value, ir.Value]:
+def nibbles(bytes_: Value) -> tuple[Value, Value]:
     """Returns the low and the high four bits of <16 x i8>."""
-    return b.and_(bytes_, const(I8, 15)), b.lshr(bytes_, const(I8, 4))
+    return bytes_ & 15, bytes_ >> 4
 
 
-def bits_of_i16(b: ir.IRBuilder, mask: ir.Value, value: int) -> ir.Value:
+def bits_of_i16(mask: Value, value: int) -> Value:
     """Returns <16 x i8> with ``value`` in the lanes whose bit is set in the i16 ``mask``."""
-    lanes = b.bitcast(mask, vec(ir.IntType(1)))
-    return b.select(lanes, const(I8, value), const(I8, 0))
+    lanes = mask.bitcast(vec(I1))
+    return select(lanes, const(I8, value), const(I8, 0))
 
 
-def lookup16(b: ir.IRBuilder, table: tuple[int, ...], idx: ir.Value) -> ir.Value:
+def lookup16(table: tuple[int, ...], idx: Value) -> Value:
     """Returns table[idx] for i8 indices 0..15, by the CPU's byte shuffle if it has one."""
     n = idx.type.count
     if n > LANES:
         if n == 64 and llvm.has_feature("avx512bw"):
             wide = ir.Constant(vec(I8, n), [value & 255 for value in table] * (n // LANES))
-            return llvm.call_named(b, "llvm.x86.avx512.pshuf.b.512", idx.type, wide, idx)
-        halves = (shuffle(b, idx, idx, lanes) for lanes in (range(n // 2), range(n // 2, n)))
-        low, high = (lookup16(b, table, half) for half in halves)
-        return shuffle(b, low, high, range(n))
+            return call_named("llvm.x86.avx512.pshuf.b.512", idx.type, wide, idx)
+        halves = (idx.shuffle(lanes) for lanes in (range(n // 2), range(n // 2, n)))
+        low, high = (lookup16(table, half) for half in halves)
+        return low.shuffle(range(n), high)
     table_vec = ir.Constant(vec(I8), [value & 255 for value in table])
     names = {"x86_64": "llvm.x86.ssse3.pshuf.b.128", "aarch64": "llvm.aarch64.neon.tbl1.v16i8"}
     name = names.get(features.architecture())
     if name is not None:
-        return llvm.call_named(b, name, vec(I8), table_vec, idx)
+        return call_named(name, vec(I8), table_vec, idx)
     result = const(I8, table[0] & 255)
     for position in range(1, 16):
-        hit = b.icmp_unsigned("==", idx, const(I8, position))
-        result = b.select(hit, const(I8, table[position] & 255), result)
+        hit = idx == position
+        result = select(hit, table[position] & 255, result)
     return result
 
 
-def halves(b: ir.IRBuilder, p: ir.Value, at: int, count: int = 1) -> tuple[ir.Value, ...]:
+def halves(p: Value, at: int, count: int = 1) -> tuple[Value, ...]:
     """Returns ``count`` consecutive f16 scales as <1 x float> each."""
-    floats = b.fpext(load(b, vec(F16, count), p, at), vec(F32, count))
+    floats = load(vec(F16, count), p, at).to(vec(F32, count))
     if count == 1:
         return (floats,)
-    return tuple(shuffle(b, floats, floats, [i]) for i in range(count))
+    return tuple(floats.shuffle([i]) for i in range(count))
 
 
-def times(b: ir.IRBuilder, d: ir.Value, integers: ir.Value) -> ir.Value:
+def times(d: Value, integers: Value) -> Value:
     """Returns <k x float> d * integers, for d <1 x float> and integers <k x float>."""
-    return b.fmul(shuffle(b, d, d, [0] * integers.type.count), integers)
+    return d.shuffle([0] * integers.type.count) * integers

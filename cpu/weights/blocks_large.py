@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from sparsekv_cli.cpu.jit import llvm
-from sparsekv_cli.cpu.jit.llvm import F32, I8, I16, LANES, VF, const, load, shuffle, vec
+from sparsekv_cli.cpu.jit.value import F32, I8, I16, LANES, VF, Value, const, load, select, vec
 from sparsekv_cli.cpu.weights.block import (
     IQ4_NL_VALUES,
     Block,
@@ -18,38 +17,38 @@ from sparsekv_cli.cpu.weights.block import (
 from sparsekv_cli.cpu.weights.types import GGMLType
 
 
-def _q2_k(b: ir.IRBuilder, p: ir.Value) -> Block:
-    d, dmin = halves(b, p, 80, 2)
-    scales, minimums = nibbles(b, load(b, vec(I8), p))
+def _q2_k(p: Value) -> Block:
+    d, dmin = halves(p, 80, 2)
+    scales, minimums = nibbles(load(vec(I8), p))
     q = []
     for group in range(16):
         n, shift, half = group // 8, group // 2 % 4, group % 2
-        bits = load(b, vec(I8), p, 16 + 32 * n + 16 * half)
-        q.append(b.and_(b.lshr(bits, const(I8, 2 * shift)), const(I8, 3)))
-    offsets = b.fneg(times(b, dmin, b.uitofp(minimums, VF)))
-    return Block(q, False, times(b, d, b.uitofp(scales, VF)), offsets)
+        bits = load(vec(I8), p, 16 + 32 * n + 16 * half)
+        q.append(bits >> 2 * shift & 3)
+    offsets = -times(dmin, minimums.unsigned_to(VF))
+    return Block(q, False, times(d, scales.unsigned_to(VF)), offsets)
 
 
-def _q3_k(b: ir.IRBuilder, p: ir.Value) -> Block:
-    (d,) = halves(b, p, 108)
-    eight, four = load(b, vec(I8, 8), p, 96), load(b, vec(I8, 4), p, 104)
-    low = shuffle(b, b.and_(eight, const(I8, 15, 8)), b.lshr(eight, const(I8, 4, 8)), range(LANES))
+def _q3_k(p: Value) -> Block:
+    (d,) = halves(p, 108)
+    eight, four = load(vec(I8, 8), p, 96), load(vec(I8, 4), p, 104)
+    low = (eight & 15).shuffle(range(LANES), eight >> 4)
     shifts = ir.Constant(vec(I8), [2 * (i // 4) for i in range(LANES)])
-    high = b.lshr(shuffle(b, four, four, [i % 4 for i in range(LANES)]), shifts)
-    high = b.shl(b.and_(high, const(I8, 3)), const(I8, 4))
-    scales = b.sub(b.or_(low, high), const(I8, 32))
+    high = four.shuffle([i % 4 for i in range(LANES)]) >> shifts
+    high = (high & 3) << 4
+    scales = (low | high) - 32
     q = []
     for group in range(16):
         n, shift, half = group // 8, group // 2 % 4, group % 2
-        bits = load(b, vec(I8), p, 32 + 32 * n + 16 * half)
-        bits = b.and_(b.lshr(bits, const(I8, 2 * shift)), const(I8, 3))
-        mask = b.and_(load(b, vec(I8), p, 16 * half), const(I8, 1 << (4 * n + shift)))
-        is_set = b.icmp_unsigned("!=", mask, const(I8, 0))
-        q.append(b.sub(bits, b.select(is_set, const(I8, 0), const(I8, 4))))
-    return Block(q, True, times(b, d, b.sitofp(scales, VF)))
+        bits = load(vec(I8), p, 32 + 32 * n + 16 * half)
+        bits = bits >> 2 * shift & 3
+        mask = load(vec(I8), p, 16 * half) & 1 << 4 * n + shift
+        is_set = mask != 0
+        q.append(bits - select(is_set, const(I8, 0), const(I8, 4)))
+    return Block(q, True, times(d, scales.to(VF)))
 
 
-def _k_affine(b: ir.IRBuilder, p: ir.Value) -> tuple[ir.Value, ir.Value]:
+def _k_affine(p: Value) -> tuple[Value, Value]:
     """Returns scales and offsets, <8 x float>, of the block of Q4_K or Q5_K at address p.
 
     Each is for 32 weights. The block begins with d and dmin, two f16. Then 12 bytes hold eight
@@ -59,92 +58,89 @@ def _k_affine(b: ir.IRBuilder, p: ir.Value) -> tuple[ir.Value, ir.Value]:
         bytes 8 to 11   the same of m
         bytes 12 to 15  low four bits of s[4] to s[7], then (high nibble) of m[4] to m[7]
     """
-    d, dmin = halves(b, p, 0, 2)
-    first, second, third = (load(b, vec(I8, 4), p, at) for at in (4, 8, 12))
+    d, dmin = halves(p, 0, 2)
+    first, second, third = (load(vec(I8, 4), p, at) for at in (4, 8, 12))
 
-    def six_bits(low: ir.Value, nibble: ir.Value) -> ir.Value:
-        top = b.shl(b.lshr(low, const(I8, 6, 4)), const(I8, 4, 4))
-        parts = b.and_(low, const(I8, 63, 4)), b.or_(nibble, top)
-        return b.uitofp(shuffle(b, *parts, range(8)), vec(F32, 8))
+    def six_bits(low: Value, nibble: Value) -> Value:
+        top = low >> 6 << 4
+        return (low & 63).shuffle(range(8), nibble | top).unsigned_to(vec(F32, 8))
 
-    scales = six_bits(first, b.and_(third, const(I8, 15, 4)))
-    minimums = six_bits(second, b.lshr(third, const(I8, 4, 4)))
-    return times(b, d, scales), b.fneg(times(b, dmin, minimums))
+    scales = six_bits(first, third & 15)
+    minimums = six_bits(second, third >> 4)
+    return times(d, scales), -times(dmin, minimums)
 
 
-def _q4_k(b: ir.IRBuilder, p: ir.Value) -> Block:
+def _q4_k(p: Value) -> Block:
     q = []
     for pair in range(4):
-        halves = [nibbles(b, load(b, vec(I8), p, 16 + 32 * pair + 16 * h)) for h in range(2)]
+        halves = [nibbles(load(vec(I8), p, 16 + 32 * pair + 16 * h)) for h in range(2)]
         q += [halves[h][nibble] for nibble in range(2) for h in range(2)]
-    return Block(q, False, *_k_affine(b, p))
+    return Block(q, False, *_k_affine(p))
 
 
-def _q5_k(b: ir.IRBuilder, p: ir.Value) -> Block:
-    high = [load(b, vec(I8), p, 16 + 16 * half) for half in range(2)]
+def _q5_k(p: Value) -> Block:
+    high = [load(vec(I8), p, 16 + 16 * half) for half in range(2)]
     q = []
     for group in range(8):
         for half in range(2):
-            bytes_ = load(b, vec(I8), p, 48 + 32 * (group // 2) + 16 * half)
-            bit = b.and_(b.lshr(high[half], const(I8, group)), const(I8, 1))
-            q.append(b.or_(nibbles(b, bytes_)[group % 2], b.shl(bit, const(I8, 4))))
-    return Block(q, False, *_k_affine(b, p))
+            bytes_ = load(vec(I8), p, 48 + 32 * (group // 2) + 16 * half)
+            bit = high[half] >> group & 1
+            q.append(nibbles(bytes_)[group % 2] | bit << 4)
+    return Block(q, False, *_k_affine(p))
 
 
-def _q6_k(b: ir.IRBuilder, p: ir.Value) -> Block:
-    (d,) = halves(b, p, 208)
+def _q6_k(p: Value) -> Block:
+    (d,) = halves(p, 208)
     q = []
     for group in range(16):
         n, quarter, half = group // 8, group // 2 % 4, group % 2
         low_at = 64 * n + 32 * (quarter % 2) + 16 * half
-        low = nibbles(b, load(b, vec(I8), p, low_at))[quarter // 2]
-        high = b.lshr(load(b, vec(I8), p, 128 + 32 * n + 16 * half), const(I8, 2 * quarter))
-        q.append(b.sub(b.or_(low, b.shl(b.and_(high, const(I8, 3)), const(I8, 4))), const(I8, 32)))
-    return Block(q, True, times(b, d, b.sitofp(load(b, vec(I8), p, 192), VF)))
+        low = (nibbles(load(vec(I8), p, low_at)))[quarter // 2]
+        high = load(vec(I8), p, 128 + 32 * n + 16 * half) >> 2 * quarter
+        q.append((low | (high & 3) << 4) - 32)
+    return Block(q, True, times(d, load(vec(I8), p, 192).to(VF)))
 
 
-def _iq4_xs(b: ir.IRBuilder, p: ir.Value) -> Block:
-    (d,) = halves(b, p, 0)
-    four = load(b, vec(I8, 4), p, 4)
-    low = shuffle(
-        b, b.and_(four, const(I8, 15, 4)), b.lshr(four, const(I8, 4, 4)), [0, 4, 1, 5, 2, 6, 3, 7]
-    )
+def _iq4_xs(p: Value) -> Block:
+    (d,) = halves(p, 0)
+    four = load(vec(I8, 4), p, 4)
+    low = (four & 15).shuffle([0, 4, 1, 5, 2, 6, 3, 7], four >> 4)
     shifts = ir.Constant(vec(I16, 8), [2 * i for i in range(8)])
-    high = b.lshr(llvm.splat(b, load(b, I16, p, 2), 8), shifts)
-    high = b.shl(b.and_(b.trunc(high, vec(I8, 8)), const(I8, 3, 8)), const(I8, 4, 8))
-    scales = b.sub(b.or_(low, high), const(I8, 32, 8))
+    high = load(I16, p, 2).splat(8) >> shifts
+    high = (high.to(vec(I8, 8)) & 3) << 4
+    scales = (low | high) - 32
     q = []
     for group in range(8):
-        for bits in nibbles(b, load(b, vec(I8), p, 8 + 16 * group)):
-            q.append(lookup16(b, IQ4_NL_VALUES, bits))
-    return Block(q, True, times(b, d, b.sitofp(scales, vec(F32, 8))))
+        for bits in nibbles(load(vec(I8), p, 8 + 16 * group)):
+            q.append(lookup16(IQ4_NL_VALUES, bits))
+    return Block(q, True, times(d, scales.to(vec(F32, 8))))
 
 
-def _tq1_0(b: ir.IRBuilder, p: ir.Value) -> Block:
+def _tq1_0(p: Value) -> Block:
     """A byte has five elements of -1, 0 and 1: the base-3 digits of the byte divided by 256."""
-    (d,) = halves(b, p, 52)
-    last = load(b, vec(I8, 4), p, 48)
-    four = shuffle(b, last, last, [i % 4 for i in range(LANES)])
+    (d,) = halves(p, 52)
+    last = load(vec(I8, 4), p, 48)
+    four = last.shuffle([i % 4 for i in range(LANES)])
     powers = ir.Constant(vec(I8), [3 ** (i // 4) for i in range(LANES)])
-    bytes_ = [load(b, vec(I8), p, 16 * i) for i in range(3)]
-    first = [b.mul(bytes_[i], const(I8, 3**n)) for n in range(5) for i in range(2)]
-    second = [b.mul(bytes_[2], const(I8, 3**n)) for n in range(5)]
+    bytes_ = [load(vec(I8), p, 16 * i) for i in range(3)]
+    first = [bytes_[i] * 3**n for n in range(5) for i in range(2)]
+    second = [bytes_[2] * 3**n for n in range(5)]
     q = []
-    for digits in [*first, *second, b.mul(four, powers)]:
-        wide = b.mul(b.zext(digits, vec(I16)), const(I16, 3))
-        q.append(b.sub(b.trunc(b.lshr(wide, const(I16, 8)), vec(I8)), const(I8, 1)))
-    return Block(q, True, shuffle(b, d, d, [0] * 8))
+    for digits in [*first, *second, four * powers]:
+        wide = digits.unsigned_to(vec(I16)) * 3
+        q.append((wide >> 8).to(vec(I8)) - 1)
+    return Block(q, True, d.shuffle([0] * 8))
 
 
-def _tq2_0(b: ir.IRBuilder, p: ir.Value) -> Block:
+def _tq2_0(p: Value) -> Block:
     """Two bits an element."""
-    (d,) = halves(b, p, 64)
+    (d,) = halves(p, 64)
     q = []
     for group in range(16):
         n, shift, half = group // 8, group // 2 % 4, group % 2
-        bits = b.lshr(load(b, vec(I8), p, 32 * n + 16 * half), const(I8, 2 * shift))
-        q.append(b.sub(b.and_(bits, const(I8, 3)), const(I8, 1)))
-    return Block(q, True, shuffle(b, d, d, [0] * 8))
+        bits = load(vec(I8), p, 32 * n + 16 * half) >> 2 * shift
+        q.append((bits & 3) - 1)
+    return Block(q, True, d.shuffle([0] * 8))
 
 
 # Words of a block of Q6_K in the file: 32 of low halves, 16 of high bits, 4 of scales. The order of

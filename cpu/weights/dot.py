@@ -18,9 +18,9 @@ from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.bf16 import narrowed, widened
 from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F16, F32, I16, I64, LANES, VF, const, load
 from sparsekv_cli.cpu.jit.pointers import address, caller, function_address
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.value import F16, F32, I16, LANES, VF, Value, const, load, store, vec
 from sparsekv_cli.cpu.weights.block import BlockFormat
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
 from sparsekv_cli.cpu.weights.integer import emit_row as integer_row
@@ -34,99 +34,96 @@ TO_F32, TO_BF16, TO_F16 = 0, 1, 2
 TARGET_BYTES = {TO_F32: 4, TO_BF16: 2, TO_F16: 2}
 
 
-def _scalar_weight(b: ir.IRBuilder, format_: BlockFormat, address: ir.Value) -> ir.Value:
+def _scalar_weight(format_: BlockFormat, address: Value) -> Value:
     """Returns one element of a plain float format as f32 (for the tail of a row)."""
-    raw = load(b, PLAIN_FLOATS[format_.name], address)
+    raw = load(PLAIN_FLOATS[format_.name], address)
     if format_.name == "F16":
-        return b.fpext(raw, F32)
+        return raw.to(F32)
     if format_.name == "BF16":
-        return widened(b, raw)
+        return widened(raw)
     return raw
 
 
-def _emit_row(
-    b: ir.IRBuilder, format_: BlockFormat, w: ir.Value, xs: Sequence[ir.Value], n: ir.Value
-) -> list[ir.Value]:
+def _emit_row(format_: BlockFormat, w: Value, xs: Sequence[Value], n: Value) -> list[Value]:
     """Returns the dot products, floats, of one row at w with each of ``xs``, addresses of n f32.
 
     A block is decoded once for all inputs. A product's bits do not depend on the other inputs.
     """
-    n_blocks = b.sdiv(n, I64(format_.n_elements))
+    n_blocks = n // format_.n_elements
 
-    def body(block: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-        p = b.add(w, b.mul(block, I64(format_.n_bytes)))
-        start = b.mul(block, I64(4 * format_.n_elements))
-        places = [b.add(x, start) for x in xs]
-        for i, values in enumerate(format_.floats(b, p)):
+    def body(block: Value, sums: list[Value]) -> list[Value]:
+        p = w + block * format_.n_bytes
+        start = block * (4 * format_.n_elements)
+        places = [x + start for x in xs]
+        for i, values in enumerate(format_.floats(p)):
             for j, at in enumerate(places):
                 slot = ACCUMULATORS * j + i % ACCUMULATORS
-                sums[slot] = llvm.fma(b, values, load(b, VF, at, 4 * LANES * i), sums[slot])
+                sums[slot] = values.fma(load(VF, at, 4 * LANES * i), sums[slot])
         return sums
 
     zeros = [const(F32, 0.0)] * (ACCUMULATORS * len(xs))
-    sums = llvm.loop(b, I64(0), n_blocks, 1, zeros, body)
+    sums = llvm.loop(0, n_blocks, 1, zeros, body)
     totals = []
     for j in range(0, len(sums), ACCUMULATORS):
-        pairs = b.fadd(sums[j], sums[j + 1]), b.fadd(sums[j + 2], sums[j + 3])
-        totals.append(llvm.sum_lanes(b, b.fadd(*pairs)))
+        first, second, third, fourth = sums[j : j + ACCUMULATORS]
+        totals.append(llvm.sum_lanes((first + second) + (third + fourth)))
     if format_.name not in PLAIN_FLOATS:
         return totals
     size = format_.n_bytes // LANES
 
-    def tail(i: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
-        value = _scalar_weight(b, format_, b.add(w, b.mul(i, I64(size))))
+    def tail(i: Value, carried: list[Value]) -> list[Value]:
+        value = _scalar_weight(format_, w + i * size)
         return [
-            llvm.fma(b, value, load(b, F32, b.add(x, b.mul(i, I64(4)))), total)
-            for x, total in zip(xs, carried, strict=True)
+            value.fma(load(F32, x + i * 4), total) for x, total in zip(xs, carried, strict=True)
         ]
 
-    return llvm.loop(b, b.mul(n_blocks, I64(LANES)), n, 1, totals, tail)
+    return llvm.loop(n_blocks * LANES, n, 1, totals, tail)
 
 
-def _narrow(b: ir.IRBuilder, values: ir.Value, target: int) -> ir.Value:
+def _narrow(values: Value, target: int) -> Value:
     """Rounds f32 lanes (or one f32) to the target's type, to nearest even."""
     if target == TO_F32:
         return values
     if target == TO_F16:
         is_vector = isinstance(values.type, ir.VectorType)
-        return b.fptrunc(values, llvm.vec(F16) if is_vector else F16)
-    return narrowed(b, values)
+        return values.to(vec(F16) if is_vector else F16)
+    return narrowed(values)
 
 
 @emitter(code=LITERAL, n_planes=LITERAL, count=range(1, 5))
-def _row_dots(b, code, n_planes, count, w, x, x_row, n, out, out_row):
+def _row_dots(code, n_planes, count, w, x, x_row, n, out, out_row):
     """Writes dot products of a weight row with ``count`` inputs, x_row bytes apart, to ``out``.
 
     code, n_planes: literals. w, x, out: addresses. x: f32 (n_planes 0) or quantised; out:
     f32.
     """
     emit_row = partial(integer_row, n_planes=n_planes) if n_planes else _emit_row
-    xs = [b.add(x, b.mul(I64(j), x_row)) for j in range(count)]
-    for j, total in enumerate(emit_row(b, FORMAT_OF_CODE[code], w=w, xs=xs, n=n)):
-        llvm.store(b, total, b.add(out, b.mul(I64(j), out_row)))
+    xs = [x + j * x_row for j in range(count)]
+    for j, total in enumerate(emit_row(FORMAT_OF_CODE[code], w=w, xs=xs, n=n)):
+        store(total, out + j * out_row)
 
 
 @emitter(code=LITERAL, target=LITERAL)
-def _row_dequantize(b, code, target, w, out, n):
+def _row_dequantize(code, target, w, out, n):
     """Writes one row's ``n`` elements at ``out`` as f32, bf16 or f16 (literal ``target``)."""
     format_ = FORMAT_OF_CODE[code]
     size = TARGET_BYTES[target]
-    n_blocks = b.sdiv(n, I64(format_.n_elements))
+    n_blocks = n // format_.n_elements
 
-    @llvm.every(b, n_blocks)
-    def body(block: ir.Value) -> None:
-        p = b.add(w, b.mul(block, I64(format_.n_bytes)))
-        at = b.add(out, b.mul(block, I64(size * format_.n_elements)))
-        for i, values in enumerate(format_.floats(b, p)):
-            llvm.store(b, _narrow(b, values, target), at, size * LANES * i)
+    @llvm.every(n_blocks)
+    def body(block: Value) -> None:
+        p = w + block * format_.n_bytes
+        at = out + block * (size * format_.n_elements)
+        for i, values in enumerate(format_.floats(p)):
+            store(_narrow(values, target), at, size * LANES * i)
 
     if format_.name in PLAIN_FLOATS:
 
-        @llvm.every(b, n, 1, b.mul(n_blocks, I64(LANES)))
-        def tail(i: ir.Value) -> None:
-            p = b.add(w, b.mul(i, I64(format_.n_bytes // LANES)))
-            value = _scalar_weight(b, format_, p)
-            llvm.store(b, _narrow(b, value, target), b.add(out, b.mul(i, I64(size))))
+        @llvm.every(n, 1, n_blocks * LANES)
+        def tail(i: Value) -> None:
+            p = w + i * (format_.n_bytes // LANES)
+            value = _scalar_weight(format_, p)
+            store(_narrow(value, target), out + i * size)
 
 
 @njit(cache=True, nogil=True)

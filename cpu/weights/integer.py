@@ -14,13 +14,27 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F32, I8, I16, I32, I64, LANES, VF, VI, const, load, splat, vec
 from sparsekv_cli.cpu.jit.pointers import address
+from sparsekv_cli.cpu.jit.value import (
+    F32,
+    I8,
+    I16,
+    I32,
+    LANES,
+    VF,
+    VI,
+    Value,
+    call_named,
+    const,
+    load,
+    select,
+    store,
+    vec,
+)
 from sparsekv_cli.cpu.weights import vnni
 from sparsekv_cli.cpu.weights.block import BlockFormat
 
@@ -54,76 +68,76 @@ def quantized_stride(n):
 class Rounded(NamedTuple):
     """A block of activations as integers."""
 
-    halves: list[ir.Value]  # two <16 x float>
-    scale: ir.Value
-    sums: list[ir.Value]  # of scale * integer over each half
+    halves: list[Value]  # two <16 x float>
+    scale: Value
+    sums: list[Value]  # of scale * integer over each half
 
 
-def round_block(b: ir.IRBuilder, x: ir.Value, largest: float) -> Rounded:
+def round_block(x: Value, largest: float) -> Rounded:
     """Rounds the 32 f32 at address x to integers up to ``largest``."""
-    return round_halves(b, [load(b, VF, x, 4 * LANES * h) for h in range(2)], largest)
+    return round_halves([load(VF, x, 4 * LANES * h) for h in range(2)], largest)
 
 
-def round_halves(b: ir.IRBuilder, halves: list[ir.Value], largest: float) -> Rounded:
+def round_halves(halves: list[Value], largest: float) -> Rounded:
     """Rounds a block's halves, two <16 x float>, to integers up to ``largest``."""
-    sizes = [llvm.call_named(b, "llvm.fabs.v16f32", VF, half) for half in halves]
-    peak = llvm.max_lanes(b, llvm.call_named(b, "llvm.maxnum.v16f32", VF, *sizes))
+    sizes = [half.call("fabs") for half in halves]
+    peak = llvm.max_lanes(call_named("llvm.maxnum.v16f32", VF, *sizes))
     # For a smaller peak 1 / scale would be infinite. Such a block is rounded to zeros.
-    is_zero = b.fcmp_ordered("<", peak, F32(SMALLEST))
-    scale = b.fdiv(peak, F32(largest))
-    inverse = splat(b, b.select(is_zero, F32(0.0), b.fdiv(F32(largest), peak)))
-    scaled = (b.fmul(half, inverse) for half in halves)
-    rounded = [llvm.call_named(b, "llvm.rint.v16f32", VF, half) for half in scaled]
-    sums = [b.fmul(llvm.sum_lanes(b, half), scale) for half in rounded]
+    is_zero = peak < SMALLEST
+    scale = peak / largest
+    inverse = select(is_zero, 0.0, largest / peak).splat()
+    scaled = (half * inverse for half in halves)
+    rounded = [half.call("rint") for half in scaled]
+    sums = [llvm.sum_lanes(half) * scale for half in rounded]
     return Rounded(rounded, scale, sums)
 
 
 @emitter(n_planes=(1, 2))
-def quantize_activations(b, n_planes, x, out, n):
+def quantize_activations(n_planes, x, out, n):
     """Rounds x f32 (n,) to blocks at ``out``; addresses; n a multiple of 32; see quantized_bytes.
 
     n_planes: bytes of an integer.
     """
-    places = vnni.inputs_at(b, out, n, n_planes)
+    places = vnni.inputs_at(out, n, n_planes)
 
-    @llvm.every(b, n, BLOCK)
+    @llvm.every(n, BLOCK)
     def body(i):
-        block = round_block(b, b.add(x, b.mul(i, I64(4))), LARGEST[n_planes])
+        block = round_block(x + i * 4, LARGEST[n_planes])
         for h, half in enumerate(block.halves):
-            _store_values(b, b.fptosi(half, VI), places, b.add(i, I64(LANES * h)))
-            at = b.add(places.sums16, b.sdiv(b.mul(i, I64(4)), I64(LANES)))
-            llvm.store(b, block.sums[h], at, 4 * h)
-        at = b.sdiv(b.mul(i, I64(4)), I64(BLOCK))
-        llvm.store(b, block.scale, b.add(places.scales, at))
-        llvm.store(b, b.fadd(*block.sums), b.add(places.sums32, at))
+            _store_values(half.to(VI), places, i + LANES * h)
+            at = places.sums16 + i * 4 // LANES
+            store(block.sums[h], at, 4 * h)
+        at = i * 4 // BLOCK
+        store(block.scale, places.scales + at)
+        store(block.sums[0] + block.sums[1], places.sums32 + at)
 
 
-def _store_values(b: ir.IRBuilder, q: ir.Value, places: vnni.ByteInputs, i: ir.Value) -> None:
+def _store_values(q: Value, places: vnni.ByteInputs, i: Value) -> None:
     """Stores values i .. i + 16, <16 x i32>, in the layout that the dot products read."""
     if not vnni.is_available():
-        llvm.store(b, b.trunc(q, vec(I16)), b.add(places.values, b.mul(i, I64(2))))
+        store(q.to(vec(I16)), places.values + i * 2)
     if vnni.is_available() or vnni.has_both_forms():
-        low = b.trunc(q, vec(I8))
+        low = q.to(vec(I8))
         if len(places.planes) == 2:
-            high = b.ashr(b.sub(q, b.sext(low, VI)), const(I32, 8))
-            llvm.store(b, b.trunc(high, vec(I8)), b.add(places.planes[0], i))
-        llvm.store(b, low, b.add(places.planes[-1], i))
+            high = (q - low.to(VI)).signed_shift(8)
+            store(high.to(vec(I8)), places.planes[0] + i)
+        store(low, places.planes[-1] + i)
 
 
-def byte_products(b: ir.IRBuilder, w: ir.Value, x: ir.Value) -> ir.Value:
+def byte_products(w: Value, x: Value) -> Value:
     """w <32 x u8>, x <32 x i8> -> <16 x i16> of w[2i] x[2i] + w[2i+1] x[2i+1] (AVX2)."""
-    return llvm.call_named(b, "llvm.x86.avx2.pmadd.ub.sw", vec(I16), w, x)
+    return call_named("llvm.x86.avx2.pmadd.ub.sw", vec(I16), w, x)
 
 
-def pair_products(b: ir.IRBuilder, w: ir.Value, x: ir.Value) -> ir.Value:
+def pair_products(w: Value, x: Value) -> Value:
     """<16 x i16> w, x -> <8 x i32> of w[2i] x[2i] + w[2i+1] x[2i+1]."""
     if llvm.has_feature("avx2"):
-        return llvm.call_named(b, "llvm.x86.avx2.pmadd.wd", vec(I32, 8), w, x)
+        return call_named("llvm.x86.avx2.pmadd.wd", vec(I32, 8), w, x)
     wide = vec(I32, LANES)
-    products = b.mul(b.sext(w, wide), b.sext(x, wide))
-    even = llvm.shuffle(b, products, products, range(0, LANES, 2))
-    odd = llvm.shuffle(b, products, products, range(1, LANES, 2))
-    return b.add(even, odd)
+    products = w.to(wide) * x.to(wide)
+    even = products.shuffle(range(0, LANES, 2))
+    odd = products.shuffle(range(1, LANES, 2))
+    return even + odd
 
 
 class BlockInputs(NamedTuple):
@@ -133,23 +147,22 @@ class BlockInputs(NamedTuple):
     scale * value over each 16 or 32 elements.
     """
 
-    values: ir.Value
-    scales: ir.Value
-    sums16: ir.Value
-    sums32: ir.Value
+    values: Value
+    scales: Value
+    sums16: Value
+    sums32: Value
 
 
 class Sums(NamedTuple):
     """A row's running sums: <8 x float> accumulators, and the sum of the offsets."""
 
-    totals: list[ir.Value]
-    offset: ir.Value
+    totals: list[Value]
+    offset: Value
 
 
 def _emit_block(
-    b: ir.IRBuilder,
     format_: BlockFormat,
-    p: ir.Value,
+    p: Value,
     rows: Sequence[BlockInputs],
     old: Sequence[Sums],
 ) -> list[Sums]:
@@ -159,81 +172,78 @@ def _emit_block(
     sums of each input so far. Returns the new sums, in the order of ``rows``.
     """
     assert format_.decode is not None
-    block = format_.decode(b, p)
-    widen = b.sext if block.signed else b.zext
-    weights = [widen(q, vec(I16)) for q in block.sixteens(b)]
+    block = format_.decode(p)
+    widen = Value.to if block.signed else Value.unsigned_to
+    weights = [widen(q, vec(I16)) for q in block.sixteens()]
     n_scales, n_blocks = block.scales.type.count, format_.n_elements // BLOCK
     a_scale = len(weights) // n_scales  # 1 or 2 vectors of 16 elements under one scale
     lanes = [i * n_blocks // n_scales for i in range(n_scales)]
     new = []
     for inputs, sums in zip(rows, old, strict=True):
-        x_scales = load(b, vec(F32, n_blocks), inputs.scales)
-        scales = b.fmul(block.scales, llvm.shuffle(b, x_scales, x_scales, lanes))
+        x_scales = load(vec(F32, n_blocks), inputs.scales)
+        scales = block.scales * x_scales.shuffle(lanes)
         totals, offset = list(sums.totals), sums.offset
         products = [
-            pair_products(b, w, load(b, vec(I16), inputs.values, 2 * LANES * i))
+            pair_products(w, load(vec(I16), inputs.values, 2 * LANES * i))
             for i, w in enumerate(weights)
         ]
         for i in range(n_scales):
             part = products[i * a_scale]
             if a_scale == 2:
-                part = b.add(part, products[2 * i + 1])
+                part = part + products[2 * i + 1]
             slot = i % ACCUMULATORS
-            scale = llvm.shuffle(b, scales, scales, [i] * 8)
-            totals[slot] = llvm.fma(b, b.sitofp(part, VF8), scale, totals[slot])
+            scale = scales.shuffle([i] * 8)
+            totals[slot] = part.to(VF8).fma(scale, totals[slot])
         if block.offsets is not None:
-            x_sums = load(b, vec(F32, n_scales), inputs.sums32 if a_scale == 2 else inputs.sums16)
-            offset = b.fadd(offset, llvm.sum_lanes(b, b.fmul(block.offsets, x_sums)))
+            x_sums = load(vec(F32, n_scales), inputs.sums32 if a_scale == 2 else inputs.sums16)
+            offset = offset + llvm.sum_lanes(block.offsets * x_sums)
         new.append(Sums([*totals[1:], totals[0]] if n_scales == 1 else totals, offset))
     return new
 
 
 def emit_row(
-    b: ir.IRBuilder,
     format_: BlockFormat,
     n_planes: int,
-    w: ir.Value,
-    xs: Sequence[ir.Value],
-    n: ir.Value,
-) -> list[ir.Value]:
+    w: Value,
+    xs: Sequence[Value],
+    n: Value,
+) -> list[Value]:
     """Returns the dot products, floats, of one row at w with each of ``xs``; see weights/vnni.py.
 
     CPUs with byte products use ``vnni.emit_row``.
     """
     if vnni.is_available():
-        return vnni.emit_row(b, format_, n_planes, w, xs, n)
-    n_blocks = b.sdiv(n, I64(format_.n_elements))
+        return vnni.emit_row(format_, n_planes, w, xs, n)
+    n_blocks = n // format_.n_elements
     sizes = [format_.n_elements // BLOCK * size for size in (2 * BLOCK, 4, 8, 4)]  # per block
     starts = []
     for x in xs:
-        at = vnni.inputs_at(b, x, n, n_planes)
+        at = vnni.inputs_at(x, n, n_planes)
         starts.append([at.values, at.scales, at.sums16, at.sums32])
     unroll = ACCUMULATORS if format_.n_elements == BLOCK else 1
     width = ACCUMULATORS + 1
 
-    def blocks(start: ir.Value, count: int, carried: list[ir.Value]) -> list[ir.Value]:
+    def blocks(start: Value, count: int, carried: list[Value]) -> list[Value]:
         parts = [carried[i : i + width] for i in range(0, len(carried), width)]
         sums = [Sums(part[:-1], part[-1]) for part in parts]
         for u in range(count):
-            i = b.add(start, I64(u))
+            i = start + u
             rows = [
-                BlockInputs(
-                    *(b.add(at, b.mul(i, I64(s))) for at, s in zip(row, sizes, strict=True))
-                )
+                BlockInputs(*(at + i * s for at, s in zip(row, sizes, strict=True)))
                 for row in starts
             ]
-            sums = _emit_block(b, format_, b.add(w, b.mul(i, I64(format_.n_bytes))), rows, sums)
+            sums = _emit_block(format_, w + i * format_.n_bytes, rows, sums)
         return [value for each in sums for value in (*each.totals, each.offset)]
 
     start = ([const(F32, 0.0, 8)] * ACCUMULATORS + [F32(0.0)]) * len(xs)
-    whole = b.sub(n_blocks, b.srem(n_blocks, I64(unroll)))
-    carried = llvm.loop(b, I64(0), whole, unroll, start, lambda i, c: blocks(i, unroll, c))
-    carried = llvm.loop(b, whole, n_blocks, 1, carried, lambda i, c: blocks(i, 1, c))
+    whole = n_blocks - n_blocks % unroll
+    carried = llvm.loop(0, whole, unroll, start, lambda i, c: blocks(i, unroll, c))
+    carried = llvm.loop(whole, n_blocks, 1, carried, lambda i, c: blocks(i, 1, c))
     dots = []
     for j in range(0, len(carried), width):
         first, second, third, fourth, offset = carried[j : j + width]
-        vector = b.fadd(b.fadd(first, second), b.fadd(third, fourth))
-        dots.append(b.fadd(llvm.sum_lanes(b, vector), offset))
+        vector = first + second + (third + fourth)
+        dots.append(llvm.sum_lanes(vector) + offset)
     return dots
 
 

@@ -20,14 +20,26 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
 from numba import prange
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F32, I8, I16, I32, I64, LANES, VF, const, load, shuffle, vec
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.value import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    LANES,
+    VF,
+    Value,
+    const,
+    load,
+    store,
+    vec,
+)
 from sparsekv_cli.cpu.weights import vnni
 from sparsekv_cli.cpu.weights.block import BlockFormat
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
@@ -146,12 +158,11 @@ def repack_ref(code: int, w: np.ndarray) -> np.ndarray:
 
 
 def _dots(
-    b: ir.IRBuilder,
-    qs: list[ir.Value],
+    qs: list[Value],
     rows: Sequence[ByteInputs],
-    at: ir.Value,
+    at: Value,
     lines: llvm.Prefetches,
-) -> list[ir.Value]:
+) -> list[Value]:
     """Returns <16 x i32> for each of ``rows``: the integers times the activations from ``at`` on.
 
     A word is multiplied by all rows before the next word, so that sums do not wait for each other.
@@ -160,23 +171,19 @@ def _dots(
     for i, q in enumerate(qs):
         for inputs, of_row in zip(rows, sums, strict=True):
             for j, plane in enumerate(inputs.planes):
-                lines.step(b)
-                four = llvm.splat(b, load(b, I32, b.add(plane, at), 4 * i))
-                of_row[j] = vnni.dot_bytes(b, of_row[j], q, four)
-    return [
-        of_row[0] if len(of_row) == 1 else b.add(b.shl(of_row[0], const(I32, 8)), of_row[1])
-        for of_row in sums
-    ]
+                lines.step()
+                four = load(I32, plane + at, 4 * i).splat()
+                of_row[j] = vnni.dot_bytes(of_row[j], q, four)
+    return [of_row[0] if len(of_row) == 1 else (of_row[0] << 8) + of_row[1] for of_row in sums]
 
 
 def _short_dots(
-    b: ir.IRBuilder,
-    qs: list[ir.Value],
+    qs: list[Value],
     rows: Sequence[ByteInputs],
-    at: ir.Value,
+    at: Value,
     lines: llvm.Prefetches,
     room: int,
-) -> list[ir.Value]:
+) -> list[Value]:
     """``_dots`` with AVX2, for integers so small that ``room`` sums of two products fit an i16.
 
     A word is multiplied by all ``rows`` while it is in registers.
@@ -188,92 +195,89 @@ def _short_dots(
         for i, q in enumerate(qs[first : first + room], first):
             for j, inputs in enumerate(rows):
                 for plane, of_plane in zip(inputs.planes, sums[j], strict=True):
-                    lines.step(b)
-                    four = llvm.splat(b, load(b, I32, b.add(plane, at), 4 * i), 8)
-                    for half, part in enumerate(_halves(b, q)):
-                        products = byte_products(b, part, b.bitcast(four, part.type))
-                        of_plane[half] = llvm.add_in_order(b, of_plane[half], products)
+                    lines.step()
+                    four = load(I32, plane + at, 4 * i).splat(8)
+                    for half, part in enumerate(_halves(q)):
+                        products = byte_products(part, four.bitcast(part.type))
+                        of_plane[half] = llvm.add_in_order(of_plane[half], products)
             if len(rows) > 1:
-                flat = llvm.together(b, [total for row in sums for part in row for total in part])
+                flat = llvm.together([total for row in sums for part in row for total in part])
                 sums = [[[flat.pop(0) for _ in part] for part in row] for row in sums]
         for of_row, of_planes in zip(dots, sums, strict=True):
             for unit, of_plane in zip(units, of_planes, strict=True):
                 for half, total in enumerate(of_plane):
-                    products = pair_products(b, total, const(I16, unit))
-                    of_row[half] = b.add(of_row[half], products)
-    return [shuffle(b, low, high, range(LANES)) for low, high in dots]
+                    products = pair_products(total, const(I16, unit))
+                    of_row[half] = of_row[half] + products
+    return [low.shuffle(range(LANES), high) for low, high in dots]
 
 
-def _pair_dots(
-    b: ir.IRBuilder, qs: list[ir.Value], inputs: ByteInputs, at: ir.Value, lines: llvm.Prefetches
-) -> ir.Value:
+def _pair_dots(qs: list[Value], inputs: ByteInputs, at: Value, lines: llvm.Prefetches) -> Value:
     """``_dots`` with AVX2, for any bytes and one row of activations."""
-    values = b.add(inputs.values, b.mul(at, I64(2)))
+    values = inputs.values + at * 2
     zeros = const(I8, 0, 32)
     # punpcklbw and punpckhbw widen each half of the rows to 16 bits: rows 0, 1, 4 and 5, and the
     # others. Each row has the sum of the first two products and the sum of the last two.
     sums = [const(I32, 0, 8)] * 4
     places = [[start + i for start in (first, first + 16) for i in range(8)] for first in (0, 8)]
     for i, q in enumerate(qs):
-        four = b.bitcast(llvm.splat(b, load(b, I64, values, 8 * i), 4), vec(I16))
+        four = load(I64, values, 8 * i).splat(4).bitcast(vec(I16))
         wide = [
-            shuffle(b, half, zeros, [lane for place in each for lane in (place, 32)])
-            for half in _halves(b, q)
+            half.shuffle([lane for place in each for lane in (place, 32)], zeros)
+            for half in _halves(q)
             for each in places
         ]
         for part, pairs in enumerate(wide):
-            products = pair_products(b, b.bitcast(pairs, vec(I16)), four)
-            sums[part] = llvm.add_in_order(b, sums[part], products)
+            products = pair_products(pairs.bitcast(vec(I16)), four)
+            sums[part] = llvm.add_in_order(sums[part], products)
         for _ in inputs.planes:
-            lines.step(b)
+            lines.step()
     even = [0, 2, 8, 10, 4, 6, 12, 14]
     odd = [lane + 1 for lane in even]
     low, high = (
-        b.add(shuffle(b, first, second, even), shuffle(b, first, second, odd))
+        first.shuffle(even, second) + first.shuffle(odd, second)
         for first, second in (sums[:2], sums[2:])
     )
-    return shuffle(b, low, high, range(LANES))
+    return low.shuffle(range(LANES), high)
 
 
-def _halves(b: ir.IRBuilder, word: ir.Value) -> list[ir.Value]:
+def _halves(word: Value) -> list[Value]:
     """Returns the bytes of a word's first 8 rows and of the others, <32 x i8>."""
-    bytes_ = b.bitcast(word, vec(I8, BYTES))
-    return [shuffle(b, bytes_, bytes_, range(start, start + 32)) for start in (0, 32)]
+    bytes_ = word.bitcast(vec(I8, BYTES))
+    return [bytes_.shuffle(range(start, start + 32)) for start in (0, 32)]
 
 
 def _add_block(
-    b: ir.IRBuilder,
     block: InterleavedBlock,
     largest: int,
     rows: Sequence[ByteInputs],
-    at: ir.Value,
-    totals: Sequence[ir.Value],
+    at: Value,
+    totals: Sequence[Value],
     lines: llvm.Prefetches,
-) -> list[ir.Value]:
+) -> list[Value]:
     """Returns totals + the products of the block with each row's activations from ``at`` on."""
     room = np.iinfo(np.int16).max // (2 * 128 * largest)
     if room > 0 and not vnni.is_available():
         dots, step = [], ROWS_AT_ONCE // len(rows[0].planes)
         for i in range(0, len(rows), step):
-            dots += _short_dots(b, block.q, rows[i : i + step], at, lines, room)
+            dots += _short_dots(block.q, rows[i : i + step], at, lines, room)
     elif vnni.is_available():
-        dots = _dots(b, block.q, rows, at, lines)
+        dots = _dots(block.q, rows, at, lines)
     else:
-        dots = [_pair_dots(b, block.q, inputs, at, lines) for inputs in rows]
+        dots = [_pair_dots(block.q, inputs, at, lines) for inputs in rows]
     n, new = 4 * len(block.q), []
     for products, inputs, total in zip(dots, rows, totals, strict=True):
         sums = inputs.sums32 if n == BLOCK else inputs.sums16
         scale, known = (
-            llvm.splat(b, load(b, F32, b.add(part, b.mul(b.udiv(at, I64(size)), I64(4)))))
+            load(F32, part + at.unsigned_div(size) * 4).splat()
             for part, size in ((inputs.scales, BLOCK), (sums, n))
         )
-        total = llvm.fma(b, b.sitofp(products, VF), b.fmul(block.scale, scale), total)
-        new.append(llvm.fma(b, block.offset, known, total))
+        total = products.to(VF).fma(block.scale * scale, total)
+        new.append(block.offset.fma(known, total))
     return new
 
 
 @emitter(code=LITERAL, n_planes=LITERAL, count=INPUTS)
-def _group_dots(b, code, n_planes, count, w, x, x_row, n, out, out_row):
+def _group_dots(code, n_planes, count, w, x, x_row, n, out, out_row):
     """Writes the dot products of 16 rows with each of ``count`` inputs, f32 (16,), to ``out``.
 
     code, n_planes: literals. w, x, out: addresses of the group, of quantised activations
@@ -282,25 +286,25 @@ def _group_dots(b, code, n_planes, count, w, x, x_row, n, out, out_row):
     """
     format_ = FORMAT_OF_CODE[code]
     block_bytes = GROUP * format_.n_bytes
-    xs = [b.add(x, b.mul(I64(j), x_row)) for j in range(count)]
-    rows = [vnni.inputs_at(b, at, n, n_planes) for at in xs]
+    xs = [x + j * x_row for j in range(count)]
+    rows = [vnni.inputs_at(at, n, n_planes) for at in xs]
 
     def body(i, totals):
-        p = b.add(w, b.mul(i, I64(block_bytes)))
-        at = b.mul(i, I64(format_.n_elements))
-        ahead = [b.add(p, I64(AHEAD + line)) for line in range(0, block_bytes, LINE)]
+        p = w + i * block_bytes
+        at = i * format_.n_elements
+        ahead = [p + (AHEAD + line) for line in range(0, block_bytes, LINE)]
         n_steps = n_planes * format_.n_elements // 4 * count
         is_short = vnni.is_available() or n_planes == 1
         lines = llvm.Prefetches(ahead, n_steps, fixed=is_short)
-        for block in DECODERS[format_.name](b, p):
-            totals = _add_block(b, block, format_.largest, rows, at, totals, lines)
-            at = b.add(at, I64(4 * len(block.q)))
+        for block in DECODERS[format_.name](p):
+            totals = _add_block(block, format_.largest, rows, at, totals, lines)
+            at = at + 4 * len(block.q)
         return totals
 
     zeros = [const(F32, 0.0)] * count
-    totals = llvm.loop(b, I64(0), b.sdiv(n, I64(format_.n_elements)), 1, zeros, body)
+    totals = llvm.loop(0, n // format_.n_elements, 1, zeros, body)
     for j, total in enumerate(totals):
-        llvm.store(b, total, b.add(out, b.mul(I64(j), out_row)))
+        store(total, out + j * out_row)
 
 
 @njit(cache=True, nogil=True)

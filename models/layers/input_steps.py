@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.pointers import on_lines
+from sparsekv_cli.cpu.jit.value import LANES
 from sparsekv_cli.cpu.layer import layer_input as kernels
 from sparsekv_cli.cpu.layer import products
 from sparsekv_cli.cpu.layer.state import InputState

@@ -26,8 +26,8 @@ from sparsekv_cli.cache.spec import FULL, AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore, padded
 from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.jit.floats import as_f32
-from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.pointers import on_lines
+from sparsekv_cli.cpu.jit.value import LANES
 from sparsekv_cli.cpu.quest import byte_pages, pages
 from sparsekv_cli.cpu.quest.best_pages import best_pages
 from sparsekv_cli.cpu.quest.byte_pages import PAGE

@@ -6,15 +6,26 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from llvmlite import ir
-from numba import prange, types
-from numba.extending import intrinsic
+from numba import prange
 
 from sparsekv_cli.cpu.jit import bf16, llvm
+from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F32, I8, I16, I32, I64, LANES, VF, load, vec
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.value import (
+    F32,
+    I8,
+    I16,
+    I32,
+    LANES,
+    VF,
+    Value,
+    call_named,
+    load,
+    store,
+    vec,
+)
 from sparsekv_cli.cpu.weights import vnni
 from sparsekv_cli.cpu.weights.integer import byte_products
 
@@ -24,27 +35,23 @@ SUMS = {True: 24, False: 12}  # independent sums, as many as the kernels keep in
 N_STEPS = 1 << 20
 
 
-def _looped(b: ir.IRBuilder, data: ir.Value, sums: list[ir.Value], step: Callable) -> None:
+def _looped(data: Value, sums: list[Value], step: Callable) -> None:
     """Runs N_STEPS steps of an instruction on each sum, and stores the sums to ``data``."""
 
-    def body(i: ir.Value, now: list[ir.Value]) -> list[ir.Value]:
+    def body(i: Value, now: list[Value]) -> list[Value]:
         return [step(i, j, total) for j, total in enumerate(now)]
 
-    sums = llvm.loop(b, I64(0), I64(N_STEPS), 1, sums, body)
+    sums = llvm.loop(0, N_STEPS, 1, sums, body)
     for i, total in enumerate(sums):
-        llvm.store(b, total, data, 64 * i)
+        store(total, data, 64 * i)
 
 
-def _loop(emit: Callable[[ir.IRBuilder, ir.Value], None]) -> Callable:
+def _loop(emit: Callable[[Value], None]) -> Callable:
     """A kernel that runs a loop in each thread, on a row of its argument. emit: writes the loop."""
 
-    @intrinsic
-    def multiply(typingctx, data):
-        def codegen(context, b, signature, args):
-            emit(b, args[0])
-            return context.get_dummy_value()
-
-        return types.void(types.int64), codegen
+    @emitter
+    def multiply(data):
+        emit(data)
 
     @njit(nogil=True, parallel=PRANGE_ONLY)
     def run(data):
@@ -54,36 +61,36 @@ def _loop(emit: Callable[[ir.IRBuilder, ir.Value], None]) -> Callable:
     return run
 
 
-def _bf16(b: ir.IRBuilder, data: ir.Value) -> None:
+def _bf16(data: Value) -> None:
     """vdpbf16ps."""
-    x, y = (load(b, vec(bf16.BF16, 2 * LANES), data, at) for at in (0, 64))
-    sums = [load(b, VF, data, 64 * i) for i in range(SUMS[True])]
-    _looped(b, data, sums, lambda i, j, s: llvm.call_named(b, bf16.DOT, VF, s, x, y))
+    x, y = (load(vec(bf16.BF16, 2 * LANES), data, at) for at in (0, 64))
+    sums = [load(VF, data, 64 * i) for i in range(SUMS[True])]
+    _looped(data, sums, lambda i, j, s: call_named(bf16.DOT, VF, s, x, y))
 
 
-def _f32(b: ir.IRBuilder, data: ir.Value) -> None:
+def _f32(data: Value) -> None:
     """The multiplication and addition of floats."""
     lanes = vec(F32, LANES_OF[IS_WIDE])
-    x, y = (load(b, lanes, data, at) for at in (0, 64))
-    sums = [load(b, lanes, data, 64 * i) for i in range(SUMS[IS_WIDE])]
-    _looped(b, data, sums, lambda i, j, s: llvm.fma(b, x, y, s))
+    x, y = (load(lanes, data, at) for at in (0, 64))
+    sums = [load(lanes, data, 64 * i) for i in range(SUMS[IS_WIDE])]
+    _looped(data, sums, lambda i, j, s: x.fma(y, s))
 
 
-def _bytes(b: ir.IRBuilder, data: ir.Value) -> None:
+def _bytes(data: Value) -> None:
     """vpdpbusd; without it vpmaddubsw and an addition."""
     wide, has_dots = llvm.has_feature("avx512vnni"), vnni.is_available()
     n = LANES_OF[wide]
-    x, same = (load(b, vec(I8, 4 * n), data, at) for at in (0, 64))
+    x, same = (load(vec(I8, 4 * n), data, at) for at in (0, 64))
     type_ = vec(I32, n) if has_dots else vec(I16, 2 * n)
 
     def step(i, j, total):
         if has_dots:
-            return vnni.add_dots(b, total, x, same)
+            return vnni.add_dots(total, x, same)
         # Loaded for each sum and step, so that no product leaves the loop.
-        y = load(b, vec(I8, 4 * n), data, b.add(b.and_(i, I64(960)), I64(64 * j)))
-        return llvm.add_in_order(b, total, byte_products(b, x, y))
+        y = load(vec(I8, 4 * n), data, (i & 960) + 64 * j)
+        return llvm.add_in_order(total, byte_products(x, y))
 
-    _looped(b, data, [load(b, type_, data, 64 * i) for i in range(SUMS[wide])], step)
+    _looped(data, [load(type_, data, 64 * i) for i in range(SUMS[wide])], step)
 
 
 def _rate(run: Callable, n_operations: int, n_threads: int) -> float:

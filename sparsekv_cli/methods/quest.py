@@ -32,8 +32,8 @@ import numpy as np
 from sparsekv_cli.cache.layer import DenseCache, LayerCache, SelectingCache
 from sparsekv_cli.cache.spec import N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import padded
-from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.pointers import on_lines
+from sparsekv_cli.cpu.jit.value import LANES
 from sparsekv_cli.cpu.quest import pages
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.settings.option import option

@@ -27,7 +27,7 @@ features.cpu_features = lambda: FEATURES
 from sparsekv_cli.cpu.attention import byte_scores, softmax_bf16, tile  # noqa: E402
 from sparsekv_cli.cpu.attention.rows import F16, Q8_0  # noqa: E402
 from sparsekv_cli.cpu.jit import bf16, pool  # noqa: E402
-from sparsekv_cli.cpu.jit.llvm import I64, store  # noqa: E402
+from sparsekv_cli.cpu.jit.value import I32, I64, Value, store, write  # noqa: E402
 from sparsekv_cli.cpu.layer import matmul_int8, tiles_int8  # noqa: E402
 from sparsekv_cli.cpu.weights import dot, integer, interleaved  # noqa: E402
 from sparsekv_cli.cpu.weights.formats import FORMATS  # noqa: E402
@@ -89,21 +89,21 @@ def compiled(module: ir.Module) -> str:
     return machine.emit_assembly(parsed)
 
 
-def scores(b: ir.IRBuilder, args: Sequence[ir.Value]) -> None:
+def scores(
+    start: Value, query: Value, first: Value, second: Value, n_words: Value, out: Value
+) -> None:
     """One query over two tiles of rows in bytes."""
-    start, query, first, second, n_words, out = args
-    start = b.trunc(start, ir.IntType(32))
-    sums = byte_scores.emit_products(b, [start], query, I64(0), 4, [first, second], n_words)
+    starts, row = [start.to(I32)], Value(I64(0))
+    sums = byte_scores.emit_products(starts, query, row, 4, [first, second], n_words)
     for i, total in enumerate(sums[0]):
-        store(b, total, out, 64 * i)
+        store(total, out, 64 * i)
 
 
-def half_scores(b: ir.IRBuilder, args: Sequence[ir.Value]) -> None:
+def half_scores(query: Value, query_row: Value, tile: Value, n_words: Value, out: Value) -> None:
     """Two queries over a tile of rows in half bytes."""
-    query, query_row, tile, n_words, out = args
-    sums = byte_scores.emit_half_products(b, 2, query, query_row, tile, n_words, 128)
+    sums = byte_scores.emit_half_products(2, query, query_row, tile, n_words, 128)
     for i, total in enumerate(part for of_query in sums for part in of_query):
-        store(b, total, out, 64 * i)
+        store(total, out, 64 * i)
 
 
 def cases() -> dict[str, ir.Module]:
@@ -131,8 +131,8 @@ def cases() -> dict[str, ir.Module]:
     for name, kind in (("f16", F16), ("q8_0", Q8_0)):
         found[f"scores {name}"] = intrinsic(tile._any_scores, literal(kind), n=10)
         found[f"values {name}"] = intrinsic(tile._any_values, literal(kind), n=10)
-    found["byte scores"] = module_of(scores, 6)
-    found["half byte scores"] = module_of(half_scores, 5)
+    found["byte scores"] = module_of(lambda b, args: write(b, scores, *args), 6)
+    found["half byte scores"] = module_of(lambda b, args: write(b, half_scores, *args), 5)
     found["pause"] = intrinsic(pool._pause, n=0)
     assert not bf16.is_available() and not bf16.HAS_TILES and softmax_bf16  # which ask the same
     return found

@@ -26,13 +26,13 @@ def test_squares_are_summed_lane_by_lane(n):
 @pytest.mark.parametrize(("n_lines", "n_steps"), [(0, 4), (5, 16), (5, 5), (7, 3), (1, 8)])
 def test_prefetches_are_spread_over_the_steps(n_lines, n_steps, monkeypatch):
     asked, counts = [], []
-    monkeypatch.setattr(llvm, "prefetch", lambda b, address: asked.append(address))
+    monkeypatch.setattr(llvm, "prefetch", asked.append)
     lines = llvm.Prefetches(list(range(n_lines)), n_steps)
     for _ in range(n_steps):
-        lines.step(None)
+        lines.step()
         counts.append(len(asked))
     assert asked == list(range(n_lines))
     even = [(step + 1) * n_lines / n_steps for step in range(n_steps)]
     assert all(0 <= count - due < 1 for count, due in zip(counts, even, strict=True))
-    lines.step(None)
+    lines.step()
     assert len(asked) == n_lines

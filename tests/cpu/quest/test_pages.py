@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from sparsekv_cli.cache.store import padded
-from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.pointers import address
+from sparsekv_cli.cpu.jit.value import LANES
 from sparsekv_cli.cpu.quest import pages
 
 GEOMETRIES = [(1, 1, 64), (9, 3, 64), (8, 2, 80), (8, 1, 128), (5, 1, 24)]
