@@ -12,42 +12,20 @@ import torch
 import triton
 import triton.language as tl
 
+from sparsekv_cli.kernels.attention.rows import (
+    NewRow,
+    check_new,
+    check_rows,
+    load_rows,
+    row_elements,
+    store_row,
+)
 from sparsekv_cli.kernels.attention.softmax import RingWindow, ScoreSoftmax, scaled, softmax_of
 from sparsekv_cli.kernels.checks import check
 
 QUERY_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 PROGRAMS = 792  # target: six on each of 132 multiprocessors, so that none idles at the end
 TILE = 16  # fewest rows of a tile for tensor cores
-
-
-class NewRow(NamedTuple):
-    """The rows that a decode step adds to K and V, one a sequence: row n - 1 of n."""
-
-    k: torch.Tensor  # f32 (B, G, d)
-    v: torch.Tensor  # f32 (B, G, d_v)
-
-
-def check_new(
-    new: NewRow, k: torch.Tensor, v: torch.Tensor, d: int, device: torch.device | None = None
-) -> None:
-    """Raises ValueError unless ``new`` fits k f16 (B, G, capacity, any), v (B, G, capacity, d_v).
-
-    d: elements of a new key. device: the device of k and v; None: the row's.
-    """
-    n_batch, n_kv_head, capacity, d_v = v.shape
-    device = new.k.device if device is None else device
-    check("new.k", new.k, torch.float32, (n_batch, n_kv_head, d), new.k.device)
-    check("new.v", new.v, torch.float32, (n_batch, n_kv_head, d_v), new.k.device)
-    check("k", k, torch.float16, (n_batch, n_kv_head, capacity, None), device, strided=True)
-    check("v", v, torch.float16, (n_batch, n_kv_head, None, d_v), device, strided=True)
-
-
-@triton.jit
-def store_row(new_ptr, at, c, WIDTH: tl.constexpr):
-    """Writes f32 elements c < WIDTH of a new row to f16 memory ``at``; returns them as f16."""
-    row = tl.load(new_ptr + c, mask=c < WIDTH, other=0.0).to(tl.float16)
-    tl.store(at + c, row, mask=c < WIDTH)
-    return row
 
 
 class Attended(NamedTuple):
@@ -177,14 +155,8 @@ def _attend_kernel(
         if WINDOW:
             row = j % n_slot
         row = row.to(tl.int64)
-        k = tl.load(
-            k_at + row[:, None] * stride_kn + c[None, :],
-            mask=is_row[:, None] & (c < D)[None, :], other=0.0,
-        )  # fmt: skip
-        v = tl.load(
-            v_at + row[:, None] * stride_vn + c_v[None, :],
-            mask=is_row[:, None] & (c_v < D_V)[None, :], other=0.0,
-        )  # fmt: skip
+        k = load_rows(k_at + row * stride_kn, is_row, D, BLOCK_D)
+        v = load_rows(v_at + row * stride_vn, is_row, D_V, BLOCK_V)
         scores = tl.dot(q_high, tl.trans(k))
         if HALVES:
             scores = tl.dot(q_low, tl.trans(k), acc=scores)
@@ -223,7 +195,7 @@ def attend_dense(
 ) -> torch.Tensor:
     """Computes attention of one token a sequence over rows 0..n[b] of a kv head: f32 (B, H, d_v).
 
-    q (B, H, d); k f16 (B, G, capacity, d), v f16 (B, G, capacity, d_v), any strides of rows; n
+    q (B, H, d); k, v: rows of d and d_v elements (rows.py), (B, G, capacity) of any strides; n
     int32 (B,), n_max >= all of them. lse f32 (B, H), if given, is set to the log of the sum of
     exponentials of a head's scores. ``merge`` needs it to join results of disjoint rows. others:
     attention over other rows, which the result includes; ignored where its lse is -inf. new: the
@@ -283,11 +255,11 @@ def _attend(
     new: NewRow | None = None,
 ) -> torch.Tensor:
     (n_batch, n_head, d), (idx, n, n_list, n_max, window) = q.shape, rows
-    n_kv_head, d_v, device = k.shape[1], v.shape[3], q.device
+    n_kv_head, d_v, device = k.shape[1], row_elements(v), q.device
     softmax = softmax_of(softmax, n_head, device)
     check("q", q, QUERY_TYPES, (None, None, None), device)
-    check("k", k, torch.float16, (n_batch, n_kv_head, None, d), device, strided=True)
-    check("v", v, torch.float16, (n_batch, n_kv_head, k.shape[2], d_v), device, strided=True)
+    check_rows("k", k, (n_batch, n_kv_head, None), d, device)
+    check_rows("v", v, (n_batch, n_kv_head, k.shape[2]), d_v, device)
     if n_head % n_kv_head:
         raise ValueError(f"q has {n_head} heads: expected a multiple of k's {n_kv_head}")
     if out is None:

@@ -4,7 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv_cli.kernels.attention.decode import NewRow, _width, check_new, store_row
+from sparsekv_cli.kernels.attention.decode import _width
+from sparsekv_cli.kernels.attention.rows import NewRow, check_new, store_row
 from sparsekv_cli.kernels.checks import check
 
 BLOCK = 256  # rows that one program lists
@@ -49,8 +50,8 @@ def recent_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Lists the first n_sinks and last ``budget`` rows of each sequence; writes its new row, n - 1.
 
-    n, budget int32 (B,), n_sinks + budget <= n, budget <= budget_max; k f16 (B, G, capacity, d), v
-    f16 (B, G, capacity, d_v), any strides of rows. Returns idx int32 (B, G, n_sinks + budget_max)
+    n, budget int32 (B,), n_sinks + budget <= n, budget <= budget_max; k, v: rows (rows.py), (B, G,
+    capacity) of any strides. Returns idx int32 (B, G, n_sinks + budget_max)
     and the numbers of rows in it, counts int32 (B, G).
     """
     n_batch, n_kv_head, d = new.k.shape

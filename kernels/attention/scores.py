@@ -4,13 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv_cli.kernels.attention.decode import (
-    QUERY_TYPES,
-    TILE,
+from sparsekv_cli.kernels.attention.decode import QUERY_TYPES, TILE, _tiling, _width
+from sparsekv_cli.kernels.attention.rows import (
     NewRow,
-    _tiling,
-    _width,
     check_new,
+    check_rows,
+    load_rows,
+    row_elements,
     store_row,
 )
 from sparsekv_cli.kernels.attention.select import GroupTops, parts_of_tops
@@ -56,10 +56,7 @@ def _score_rows_kernel(
             tl.store(out_at + row, (scores * scale)[:, None], mask=(t < GROUP)[:, None])
     for start in range(split * chunk, last, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
-        k = tl.load(
-            k_at + j.to(tl.int64)[:, None] * stride_kn + c[None, :],
-            mask=(j < last)[:, None] & (c < D)[None, :], other=0.0,
-        )  # fmt: skip
+        k = load_rows(k_at + j.to(tl.int64) * stride_kn, j < last, D, BLOCK_D)
         scores = tl.dot(q_high, tl.trans(k))
         if HALVES:
             scores = tl.dot(q_low, tl.trans(k), acc=scores)
@@ -83,9 +80,10 @@ def score_rows(
 ) -> torch.Tensor:
     """out[b, h, j] = scale q[b, h] . k[b, g, j] for j < n[b], f32 (B, H, >= n_max).
 
-    q (B, H, d); k f16 (B, G, capacity, d), any strides of rows; n int32 (B,), n_max >= all of them.
-    Scores from n[b] on are not written. new: the last row of each sequence, which is written to k
-    and to v f16 (B, G, capacity, d_v). tops: memory for what ``select_largest`` needs of long rows.
+    q (B, H, d); k: rows of d elements (rows.py), (B, G, capacity) of any strides; n int32 (B,),
+    n_max >= all of them. Scores from n[b] on are not written. new: the last row of each sequence,
+    which is written to k and to the rows v. tops: memory for what ``select_largest`` needs of long
+    rows.
     """
     n_batch, n_head, d = q.shape
     n_kv_head = k.shape[1]
@@ -95,7 +93,7 @@ def score_rows(
         assert v is not None
         check_new(new, k, v, d)
     check("q", q, QUERY_TYPES, (None, None, None), q.device)
-    check("k", k, torch.float16, (n_batch, n_kv_head, None, d), q.device, strided=True)
+    check_rows("k", k, (n_batch, n_kv_head, None), d, q.device)
     check("n", n, torch.int32, (n_batch,), q.device)
     if n_head % n_kv_head:
         raise ValueError(f"q has {n_head} heads: expected a multiple of k's {n_kv_head}")
@@ -105,13 +103,13 @@ def score_rows(
     if out.shape[2] < n_max:
         raise ValueError(f"out has room for {out.shape[2]} scores: expected {n_max}")
     top_keys, n_group, size = parts_of_tops(tops, n_batch, n_head, n_max, q.device)
-    group = n_head // n_kv_head
+    group, d_v = n_head // n_kv_head, row_elements(v)
     block, n_split = _tiling(n_batch * n_kv_head, n_max, _width(d, d))
     _score_rows_kernel[(n_split, n_batch * n_kv_head)](
         q, k, v, n, *(new or (None, None)), out, top_keys, scale, n_kv_head, n_split, n_group,
         *k.stride()[:3], *v.stride()[:3], *out.stride()[:2],
-        GROUP=group, TILE_H=max(TILE, triton.next_power_of_2(group)), D=d, D_V=v.shape[3],
-        BLOCK_D=_width(d, d), BLOCK_V=_width(v.shape[3], v.shape[3]), BLOCK_N=block,
+        GROUP=group, TILE_H=max(TILE, triton.next_power_of_2(group)), D=d, D_V=d_v,
+        BLOCK_D=_width(d, d), BLOCK_V=_width(d_v, d_v), BLOCK_N=block,
         HALVES=q.dtype != torch.float16, HAS_NEW=new is not None, SIZE=size, num_warps=4,
         num_stages=4,
     )  # fmt: skip

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv_cli.kernels.attention.decode import QUERY_TYPES, TILE, NewRow, check_new, store_row
+from sparsekv_cli.kernels.attention.decode import QUERY_TYPES, TILE
+from sparsekv_cli.kernels.attention.rows import NewRow, check_new, store_row
 from sparsekv_cli.kernels.attention.select import GroupTops, parts_of_tops
 from sparsekv_cli.kernels.attention.threshold import LEAST, order_keys, write_tops
 from sparsekv_cli.kernels.checks import check, check_on_host

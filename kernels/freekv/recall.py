@@ -66,7 +66,7 @@ def _offload_pages_kernel(
             to_v = pool_at + place + PAGE * D + rows[:, None] * D_V + c_v[None, :]
             tl.store(to_v, tl.load(from_v, mask=is_v, other=0.0), mask=is_v)
         high, low = summarise_rows(
-            k_ptr + row * D, n_kv_head * D, c, c < D, tl.full([], 0, tl.int32), PAGE, MEANSTD
+            k_ptr + row * D, n_kv_head * D, c, tl.full([], 0, tl.int32), PAGE, D, MEANSTD
         )
         at = ((b * n_kv_head + g) * n_page_max + j) * D
         tl.store(hi_ptr + at + c, high.to(tl.float16), mask=c < D)

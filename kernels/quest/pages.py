@@ -9,30 +9,31 @@ import triton
 import triton.language as tl
 
 from sparsekv_cli.kernels.attention.decode import _width
+from sparsekv_cli.kernels.attention.rows import check_rows, load_row, row_elements
 from sparsekv_cli.kernels.checks import check
 
 
 @triton.jit
 def summarise_rows(
-    at, stride_n, c, is_channel, first, count, MEANSTD: tl.constexpr
+    at, stride_n, c, first, count, WIDTH: tl.constexpr, MEANSTD: tl.constexpr
 ):  # rows first..count - 1 at ``at`` -> high, low f32 (BLOCK_D,)
     """See cpu/quest/pages.py. Sums have the same order as there, so that roundings agree."""
     size = (count - first).to(tl.float32)
-    row = tl.load(at + first * stride_n + c, mask=is_channel, other=0.0).to(tl.float32)
+    row = load_row(at + first * stride_n, c, WIDTH).to(tl.float32)
     high, low = row, row
     if MEANSTD:
         for r in range(first + 1, count):
-            high += tl.load(at + r * stride_n + c, mask=is_channel, other=0.0).to(tl.float32)
+            high += load_row(at + r * stride_n, c, WIDTH).to(tl.float32)
         mean = high * (1 / size)
         squares = tl.zeros_like(mean)
         for r in range(first, count):
-            row = tl.load(at + r * stride_n + c, mask=is_channel, other=0.0).to(tl.float32)
+            row = load_row(at + r * stride_n, c, WIDTH).to(tl.float32)
             squares = tl.fma(row - mean, row - mean, squares)
         std = tl.sqrt(squares * (1 / size))
         high, low = mean + std, mean - std
     else:
         for r in range(first + 1, count):
-            row = tl.load(at + r * stride_n + c, mask=is_channel, other=0.0).to(tl.float32)
+            row = load_row(at + r * stride_n, c, WIDTH).to(tl.float32)
             high, low = tl.maximum(high, row), tl.minimum(low, row)
     return high, low
 
@@ -46,7 +47,7 @@ def summarise_page(
     c = tl.arange(0, BLOCK_D)
     skipped = tl.where(j == 0, n_sinks, 0)
     first_row = k_at + j.to(tl.int64) * PAGE * stride_kn
-    high, low = summarise_rows(first_row, stride_kn, c, c < D, skipped, PAGE, MEANSTD)
+    high, low = summarise_rows(first_row, stride_kn, c, skipped, PAGE, D, MEANSTD)
     tl.store(hi_at + c, high.to(tl.float16), mask=c < D)
     tl.store(lo_at + c, low.to(tl.float16), mask=c < D)
 
@@ -77,13 +78,14 @@ def page_summaries(
 ) -> None:
     """Writes hi, lo f16 (B, G, >= last_page, d) of the whole pages first_page..last_page - 1.
 
-    k f16 (B, G, capacity, d), any strides of rows. n_sinks < page: rows of page 0 that are left out
-    of its summary. They are attended to anyway, and their large elements would widen the bounds.
+    k: rows (attention/rows.py), (B, G, capacity) of any strides. n_sinks < page: rows of page 0
+    that are left out of its summary. They are attended to anyway, and their large elements would
+    widen the bounds.
     """
     check_summaries(k, hi, lo, page, last_page, n_sinks)
     if last_page * page > k.shape[2]:
         raise ValueError(f"last_page = {last_page}: k has {k.shape[2]} rows")
-    n_batch, n_kv_head, _, d = k.shape
+    n_batch, n_kv_head, d = *k.shape[:2], row_elements(k)
     if last_page > first_page:
         _page_summaries_kernel[(last_page - first_page, n_batch * n_kv_head)](
             k, hi, lo, first_page, n_sinks, n_kv_head, *k.stride()[:3], *hi.stride()[:3],
@@ -95,8 +97,8 @@ def check_summaries(
     k: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor, page: int, n_page: int, n_sinks: int
 ) -> None:
     """Raises ValueError unless the summaries hi, lo of n_page pages fit the rows k."""
-    check("k", k, torch.float16, (None, None, None, None), k.device, strided=True)
-    n_batch, n_kv_head, _, d = k.shape
+    check_rows("k", k, (None, None, None), None, k.device)
+    n_batch, n_kv_head, d = *k.shape[:2], row_elements(k)
     check("hi", hi, torch.float16, (n_batch, n_kv_head, None, d), k.device, strided=True)
     check("lo", lo, torch.float16, tuple(hi.shape), k.device, strided=True)
     if hi.stride() != lo.stride():

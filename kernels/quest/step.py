@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv_cli.kernels.attention.decode import NewRow, _width, check_new, store_row
+from sparsekv_cli.kernels.attention.decode import _width
+from sparsekv_cli.kernels.attention.rows import NewRow, check_new, row_elements, store_row
 from sparsekv_cli.kernels.quest.pages import check_summaries, summarise_page
 from sparsekv_cli.kernels.quest.scores import (
     arrive_last,
@@ -119,16 +120,16 @@ def step_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Adds the last row of each sequence, and lists the rows to attend to, ascending.
 
-    The row is written to k f16 (B, G, capacity, d) and v (B, G, capacity, d_v), and the summary of
-    a page that it completes to hi, lo f16 (B, G, pages, d). q (B, H, d); n, budget int32 (B,): rows
-    in context, the new one included, and rows to attend to. A kv head takes the (budget - 1) //
-    page <= m best of the whole pages before the new row's page. A head's score of a page is
-    scale (relu(q) . hi - relu(-q) . lo). The best pages have the largest mean of the group's
-    softmax. Returns idx int32 (B, G, n_sinks + (m + 1) page) and the numbers of rows in it, counts
-    int32 (B, G). The result is that of select_pages in cpu/quest/pages.py. arrived int32 (B, G):
+    The row is written to the rows k and v (B, G, capacity), f16 or q8_0, and the summary of a page
+    that it completes to hi, lo f16 (B, G, pages, d). q (B, H, d); n, budget int32 (B,): rows in
+    context, the new one included, and rows to attend to. A kv head takes the (budget - 1) // page
+    <= m best of the whole pages before the new row's page. A head's score of a page is scale
+    (relu(q) . hi - relu(-q) . lo). The best pages have the largest mean of the group's softmax.
+    Returns idx int32 (B, G, n_sinks + (m + 1) page) and the numbers of rows in it, counts int32 (B,
+    G). The result is that of select_pages in cpu/quest/pages.py. arrived int32 (B, G):
     ``none_arrived``, as every launch leaves it.
     """
-    (n_batch, n_head, d), n_kv_head, d_v, device = q.shape, k.shape[1], v.shape[3], q.device
+    (n_batch, n_head, d), n_kv_head, d_v, device = q.shape, k.shape[1], row_elements(v), q.device
     page, meanstd, n_sinks, scale = rules
     check_scored(q, hi, lo, n, budget, arrived)
     check_new(new, k, v, d)

@@ -20,7 +20,7 @@ from sparsekv_cli.device.cache import DeviceInput, StepNumbers, grid_bound
 from sparsekv_cli.device.methods import device_cache
 from sparsekv_cli.evaluation.compare import build_spec
 from sparsekv_cli.kernels.attention import decode, select
-from sparsekv_cli.kernels.attention.decode import NewRow
+from sparsekv_cli.kernels.attention.rows import NewRow
 from sparsekv_cli.kernels.attention.scores import score_rows
 from sparsekv_cli.kernels.fasa import chunks
 from sparsekv_cli.kernels.quest import pages

@@ -155,7 +155,9 @@ def launch_order(positions: Sequence[int], caches: Sequence[Sequence[LayerCache]
 
 def _kind(cache: LayerCache) -> Hashable:
     """Returns the kind of a cache. Caches of different kinds never launch together."""
-    return type(cache), cache.method if isinstance(cache, DeviceCache) else None
+    if not isinstance(cache, DeviceCache):
+        return type(cache), None
+    return type(cache), cache.method, cache.spec.cache_type_k, cache.spec.cache_type_v
 
 
 def lengths_to_plan(ns: Sequence[int], least: int) -> list[int]:

@@ -20,17 +20,25 @@ import numpy as np
 import torch
 
 from sparsekv_cli.cache.layer import LayerCache
-from sparsekv_cli.cache.row_sizes import padded
+from sparsekv_cli.cache.row_sizes import CACHE_TYPES, padded
 from sparsekv_cli.cache.spec import LayerSpec, Memory
+from sparsekv_cli.cpu.attention.rows import row_bytes
 from sparsekv_cli.device.layers.prefill import softmax_on
 from sparsekv_cli.device.streams import SideStream
 from sparsekv_cli.kernels.attention import decode as attention
-from sparsekv_cli.kernels.attention.decode import NewRow
+from sparsekv_cli.kernels.attention.rows import (
+    NewRow,
+    pack_rows,
+    row_elements,
+    row_items,
+    unpack_rows,
+)
 from sparsekv_cli.kernels.attention.softmax import RingWindow, ScoreSoftmax
 
 AHEAD = 64  # rows for later steps that a bound includes, at least
 LEAST_STEP = 256  # rows: bounds are multiples of it
 Piece = tuple[np.ndarray, np.ndarray]  # K and V of some rows on the host
+ROW_TYPES = {"f16": torch.float16, "q8_0": torch.uint8}  # cache types on a device
 UNLIMITED = 1 << 62  # rows, of a cache that does not know how many there will be at most
 
 
@@ -83,12 +91,20 @@ def spread(x: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def rows_like(x: torch.Tensor) -> np.ndarray:
-    """Returns memory of the host for rows f16 (G, T, d), padded with zeros as a KVStore's are."""
-    return np.zeros((*x.shape[:2], padded(x.shape[2])), np.float16)
+    """Returns memory of the host for rows (G, T, items), with zeros, as a KVStore has them."""
+    if x.dtype == torch.float16:
+        return np.zeros((*x.shape[:2], padded(x.shape[2])), np.float16)
+    return np.zeros((*x.shape[:2], row_bytes(CACHE_TYPES["q8_0"], row_elements(x))), np.uint8)
+
+
+def copy_items(to: Any, rows: Any) -> None:
+    """Copies the items (G, T, items) that rows of a KVStore and of a device have in common."""
+    n = min(to.shape[2], rows.shape[2])
+    to[..., :n] = rows[..., :n]
 
 
 class DeviceStore:
-    """K and V of one layer in device memory, f16 (1, G, capacity, d) and (1, G, capacity, d_v)."""
+    """K and V of one layer in device memory, (1, G, capacity, items): kernels/attention/rows.py."""
 
     spared_bytes = 0  # rows whose memory sequences share: none
     can_share_rows = False
@@ -96,13 +112,15 @@ class DeviceStore:
 
     def __init__(self, spec: LayerSpec, device: torch.device) -> None:
         self.n = 0
-        self.row_bytes = 2 * (spec.head_dim + spec.value_dim)  # of one token's K and V in a kv head
-        self._device = device
-        self.k = self._rows(spec.n_head_kv, 0, spec.head_dim)
-        self.v = self._rows(spec.n_head_kv, 0, spec.value_dim)
-
-    def _rows(self, n_kv: int, capacity: int, width: int) -> torch.Tensor:
-        return torch.zeros((1, n_kv, capacity, width), dtype=torch.float16, device=self._device)
+        # Bytes that a step reads of one token's K and V in a kv head.
+        self.k_bytes = row_bytes(CACHE_TYPES[spec.cache_type_k], spec.head_dim)
+        self.row_bytes = self.k_bytes + row_bytes(CACHE_TYPES[spec.cache_type_v], spec.value_dim)
+        sizes = (spec.cache_type_k, spec.head_dim), (spec.cache_type_v, spec.value_dim)
+        types = [(row_items(d, ROW_TYPES[name]), ROW_TYPES[name]) for name, d in sizes]
+        self.k, self.v = (
+            torch.zeros((1, spec.n_head_kv, 0, items), dtype=dtype, device=device)
+            for items, dtype in types
+        )
 
     @property
     def capacity(self) -> int:
@@ -120,7 +138,7 @@ class DeviceStore:
         capacity = n if self.n == 0 else min(self.most, max(n, had + had // 8 + 256))
         grown, n_old = [], min(self.n, had)
         for old in (self.k, self.v):
-            new = self._rows(old.shape[1], capacity, old.shape[3])
+            new = old.new_zeros((1, old.shape[1], capacity, old.shape[3]))
             new[:, :, :n_old] = old[:, :, :n_old]
             grown.append(new)
         self.k, self.v = grown
@@ -130,17 +148,21 @@ class DeviceStore:
         n_new = k.shape[1]
         self.reserve(self.n + n_new)
         new = slice(self.n, self.n + n_new)
-        self.k[0, :, new], self.v[0, :, new] = k, v
+        self.k[0, :, new], self.v[0, :, new] = self.packed(k, v)
         self.n += n_new
         return self
 
+    def packed(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns elements (G, T, d) and (G, T, d_v) as rows of the types of K and V."""
+        return pack_rows(k, self.k.dtype), pack_rows(v, self.v.dtype)
+
     def keys(self) -> torch.Tensor:
         """Returns the keys f16 (G, n, d)."""
-        return self.k[0, :, : self.n]
+        return unpack_rows(self.k[0, :, : self.n])
 
     def values(self) -> torch.Tensor:
         """Returns the values f16 (G, n, d_v)."""
-        return self.v[0, :, : self.n]
+        return unpack_rows(self.v[0, :, : self.n])
 
     def truncate(self, n: int) -> None:
         self.n = min(self.n, n)
@@ -252,7 +274,7 @@ class DeviceCache(LayerCache):
         rows = [rows_like(place) for place in places]
         write(*rows)
         for place, given in zip(places, rows, strict=True):
-            place.copy_(torch.from_numpy(given)[..., : place.shape[2]])
+            copy_items(place, torch.from_numpy(given))
 
     def rows_of(self, first: int, stop: int) -> Callable[[], Piece]:
         return self.to_host(self.store.k[0, :, first:stop], self.store.v[0, :, first:stop])

@@ -7,8 +7,9 @@ from weakref import WeakValueDictionary
 import torch
 
 from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.row_sizes import Sizes
 from sparsekv_cli.cache.spec import WINDOW, LayerSpec
-from sparsekv_cli.device.cache import LEAST_STEP, DeviceCache
+from sparsekv_cli.device.cache import LEAST_STEP, ROW_TYPES, DeviceCache
 from sparsekv_cli.device.cuda import report_compiling
 from sparsekv_cli.device.decoder import DeviceDecoder
 from sparsekv_cli.device.host import HostCache, HostWorker, rows_on_host
@@ -17,6 +18,7 @@ from sparsekv_cli.device.weights import DeviceWeights, resident_bytes
 from sparsekv_cli.device.window import DeviceWindow
 from sparsekv_cli.engine import DecoderEngine
 from sparsekv_cli.errors import NoRoomError, SparseKVError
+from sparsekv_cli.kernels.attention.rows import UNIT, row_items
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.hparams import HParams
@@ -75,11 +77,7 @@ class DeviceEngine(DecoderEngine):
         if self.on_host or not (dense or own):
             wrapper: type[HostCache] = HostCache if dense else host_cache(method)
             return wrapper(method.layer(spec), self._worker)
-        if (spec.cache_type_k, spec.cache_type_v) != ("f16", "f16"):
-            raise SparseKVError(
-                f"--cache-type-k {spec.cache_type_k} and --cache-type-v {spec.cache_type_v}: "
-                "caches on a GPU are f16; use --kv host or --device cpu"
-            )
+        check_types(spec, (spec.cache_type_k, spec.cache_type_v))
         of_kind = DeviceWindow if spec.kind == WINDOW else dense_cache()
         made = of_kind(spec, self.device) if dense else own(spec, self.device, method)
         if spec.softcap and not made.takes_softcap:
@@ -159,10 +157,11 @@ def open_device_engine(
     dtype = torch.float32 if config.prefill_dtype == "f32" else torch.bfloat16
     chunk = max(config.chunk, CHUNK)
     room = free_bytes(device, config.vram_limit)
-    on_host, note = config.kv == "host", ""
+    on_host, note, cache = config.kv == "host", "", 0
+    if not on_host and device_cache(method) is not None:
+        cache = cache_bytes(hparams, method.kv_types, n_ctx)
     if room is not None:
         fixed = resident_bytes(weights, mode) + scratch_bytes(hparams, chunk)
-        cache = 0 if on_host or device_cache(method) is None else hparams.kv_bytes(n_ctx)
         parts = f"weights ({mode}) and scratch {fixed / GIB:.1f} GiB"
         if fixed > room:
             raise NoRoomError(
@@ -186,6 +185,38 @@ def open_device_engine(
         n_threads=n_threads, chunk=chunk,
     )  # fmt: skip
     return DeviceEngine(decoder, on_host=on_host, n_ctx=n_ctx, room=room, note=note, ends=ends)
+
+
+def check_types(layer: Sizes, types: tuple[str, str]) -> None:
+    """Raises SparseKVError if kernels cannot read the layer's rows of K and V on a GPU."""
+    named = f"--cache-type-k {types[0]} and --cache-type-v {types[1]}"
+    for name, d in zip(types, (layer.head_dim, layer.value_dim), strict=True):
+        if name not in ROW_TYPES:
+            raise SparseKVError(
+                f"{named}: caches on a GPU are {' or '.join(ROW_TYPES)}; use --kv host or "
+                "--device cpu"
+            )
+        if name == "q8_0" and d % UNIT:
+            raise SparseKVError(
+                f"{named}: q8_0 on a GPU needs heads of a multiple of {UNIT} elements, and they "
+                f"have {d}; use --kv host or --device cpu"
+            )
+
+
+def cache_bytes(hparams: HParams, types: tuple[str, str], n_ctx: int) -> int:
+    """Returns the bytes of K and V of n_ctx tokens on a GPU.
+
+    They include a layer's rows as f16, which a prefill reads, if the rows have another type.
+    """
+    total = widest = 0
+    for layer in hparams.layers:
+        check_types(layer, types)
+        as_f16 = layer.kv_bytes(n_ctx)
+        sizes = zip((layer.head_dim, layer.value_dim), types, strict=True)
+        row = sum(row_items(d, ROW_TYPES[name]) * ROW_TYPES[name].itemsize for d, name in sizes)
+        total += as_f16 * row // (2 * (layer.head_dim + layer.value_dim))
+        widest = max(widest, as_f16)
+    return total + (0 if types == ("f16", "f16") else widest)
 
 
 def free_bytes(device: torch.device, limit: float) -> int | None:

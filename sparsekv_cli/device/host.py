@@ -8,6 +8,7 @@ then adds them to the cache.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -17,7 +18,7 @@ import torch
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import WINDOW, AttnInput, Memory
 from sparsekv_cli.cache.store import KVStore
-from sparsekv_cli.device.cache import UNLIMITED, CachePlan, DeviceStore, rows_like
+from sparsekv_cli.device.cache import UNLIMITED, CachePlan, DeviceStore, copy_items, rows_like
 from sparsekv_cli.device.window import WindowStore
 from sparsekv_cli.kernels.attention.decode import Attended
 
@@ -132,16 +133,16 @@ class HostWorker:
 def rows_on_host(
     worker: HostWorker, k: torch.Tensor, v: torch.Tensor
 ) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
-    """Begins to copy rows of a prefill, f16 (G, T, d), to the host.
+    """Begins to copy rows of a prefill, (G, T, items), to the host.
 
-    Returns a function that waits for them, and returns them padded as a KVStore's. The rows stay in
+    Returns a function that waits for them, and returns them as a KVStore has them. The rows stay in
     use until ``worker.wait``.
     """
     copies = rows_like(k), rows_like(v)
 
     def take(first: int, x: AttnInput) -> None:
         for to, rows in zip(copies, (x.k, x.v), strict=True):
-            to[:, first : first + rows.shape[1], : rows.shape[2]] = rows
+            copy_items(to[:, first : first + rows.shape[1]], rows)
 
     def copy(first: int) -> Future[None]:
         at, none = slice(first, first + ROWS_A_COPY), k[:, :0]
@@ -201,7 +202,8 @@ class HostCache(LayerCache):
 
     def _new_rows(self) -> DeviceStore:
         store = WindowStore if self.spec.kind == WINDOW else DeviceStore
-        return store(self.spec, self._worker.device)
+        spec = replace(self.spec, cache_type_k="f16", cache_type_v="f16")  # not rounded yet
+        return store(spec, self._worker.device)
 
     def attend(self, attend: ChunkAttention, x: AttnInput) -> torch.Tensor:
         """Returns the attention of a chunk that attends on the host, as calibrations need it."""

@@ -19,7 +19,7 @@ from sparsekv_cli.kernels.attention.softmax import RingWindow
 
 
 class _Copy(NamedTuple):
-    """Copies of the rows from position ``first`` on: k f16 (G, T, d), v f16 (G, T, d_v)."""
+    """Copies of the rows from position ``first`` on: k and v (G, T, items)."""
 
     first: int
     k: torch.Tensor
@@ -52,12 +52,10 @@ class WindowStore(DeviceStore):
     def append(self, k: torch.Tensor, v: torch.Tensor) -> DeviceStore:
         """Adds T rows. Returns them after the rows to which the first of them attends."""
         past, n_new = self.copy_of(self.rows_of(self.n)), k.shape[1]
+        k, v = self.packed(k, v)
         seen = DeviceStore.__new__(DeviceStore)
         seen.n = past.k.shape[1] + n_new
-        seen.k, seen.v = (
-            torch.cat([old, new.to(old.dtype)], dim=1)[None]
-            for old, new in ((past.k, k), (past.v, v))
-        )
+        seen.k, seen.v = (torch.cat(parts, dim=1)[None] for parts in ((past.k, k), (past.v, v)))
         self.reserve(self.n + n_new)
         kept = min(n_new, self.slots)
         self.put(self.n + n_new - kept, k[:, n_new - kept :], v[:, n_new - kept :])
@@ -71,7 +69,7 @@ class WindowStore(DeviceStore):
     def put(self, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes rows from position ``first`` on, at most as many as there are slots."""
         places = self._places(first, k.shape[1])
-        self.k[0, :, places], self.v[0, :, places] = k.to(self.k.dtype), v.to(self.v.dtype)
+        self.k[0, :, places], self.v[0, :, places] = k, v
 
     def _places(self, first: int, n: int) -> torch.Tensor:
         return torch.arange(first, first + n, device=self.k.device) % self.slots

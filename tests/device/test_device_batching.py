@@ -21,11 +21,14 @@ from sparsekv_cli.methods.streaming import Streaming
 from sparsekv_cli.methods.topk import TopK
 
 BUDGET = {"budget": Budget(tokens=40)}
+Q8 = {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}
 METHODS = {
     "full": None,
     "topk": TopK(**BUDGET),
     "streaming": Streaming(**BUDGET),
     "quest": Quest(**BUDGET, page=8),
+    "topk, q8_0": TopK(**BUDGET, **Q8),
+    "quest, q8_0": Quest(**BUDGET, page=8, **Q8),
     "fasa": FASA(**BUDGET),
     "fasa-m": FASA(**BUDGET, variant="m"),
     "sals": SALS(sinks=4, window=20, budget=Budget(tokens=24)),
@@ -53,6 +56,7 @@ def make(name: str, device: str) -> DeviceCache:
         value_dim=g.d_v, n_threads=1, theta=1e4 ** (-np.arange(g.n_rot // 2) / (g.n_rot // 2)),
         calibration=calibration_of(g),
     )  # fmt: skip
+    spec = method.layer_spec(spec) if method else spec
     place = torch.device(device)
     return device_cache(method)(spec, place, method) if method else DeviceDense(spec, place)
 

@@ -32,11 +32,13 @@ FIRST = tokens(700)
 SECOND = FIRST[:560] + tokens(60, 1)
 ANSWER = [5, 9]
 SIZES = {"n_embd": 64, "n_ff": 64, "head_dim": 32, "n_layer": 2}  # the interpreter is slow
+Q8 = {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}
 CASES = {
     "full": ("full", {}, "device"),
     "topk": ("topk", {"budget": "24"}, "device"),
     "quest": ("quest", {"budget": "48"}, "device"),
     "streaming": ("streaming", {"budget": "24"}, "device"),
+    "quest, q8_0": ("quest", {"budget": "48", **Q8}, "device"),
     "fasa": ("fasa", {"budget": "24"}, "device"),
     "fasa, m": ("fasa", {"budget": "24", "variant": "m"}, "device"),
     "sals": ("sals", {"budget": "24", "sinks": "4", "window": "12"}, "device"),

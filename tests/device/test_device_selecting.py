@@ -10,6 +10,7 @@ from sparsekv_cli.methods.quest import Quest
 from sparsekv_cli.methods.streaming import Streaming
 from sparsekv_cli.methods.topk import TopK
 
+Q8 = {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}
 # The interpreter takes half a second a step, so one case of each is followed over page borders.
 CASES = [
     (0, TopK(budget=Budget(tokens=40)), 20),
@@ -18,6 +19,11 @@ CASES = [
     (3, Streaming(budget=Budget(share=0.3), sinks=0), 4),
     (0, Quest(budget=Budget(tokens=40), page=8), 24),
     (2, Quest(budget=Budget(share=0.4), page=16, summary="meanstd"), 4),
+    (0, TopK(budget=Budget(tokens=40), **Q8), 4),
+    (4, TopK(budget=Budget(tokens=40), cache_type_k="q8_0"), 4),
+    (3, Quest(budget=Budget(tokens=40), page=8, **Q8), 10),
+    (2, Quest(budget=Budget(tokens=40), page=8, cache_type_v="q8_0"), 4),
+    (1, Streaming(budget=Budget(tokens=40), **Q8), 4),
 ]
 
 

@@ -18,6 +18,7 @@ from sparsekv_cli import machine
 from sparsekv_cli.cache.counters import ledger_of
 from sparsekv_cli.cache.spec import AttnInput
 from sparsekv_cli.device import cuda
+from sparsekv_cli.device.engine import cache_bytes
 from sparsekv_cli.device.host import N_BUFFERS, Buffer, HostCache, HostWorker
 from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.device.step import StepBuffers
@@ -314,10 +315,15 @@ def test_what_does_not_fit_goes_to_the_host_or_is_refused(tmp_path):
         opened(vram_limit=0.1, kv="device")
     with pytest.raises(SparseKVError, match=r"0\.0 GiB to use.*--device cpu"):
         opened(vram_limit=0.001)
-    with pytest.raises(SparseKVError, match="caches on a GPU are f16"):
+    with pytest.raises(SparseKVError, match="caches on a GPU are f16 or q8_0; use --kv host"):
         open_sequence(
-            path, build_method("topk", {}, cache_type_k="q8_0"), SessionConfig(device="cuda")
+            path, build_method("topk", {}, cache_type_k="q4_0"), SessionConfig(device="cuda")
         )
+    # With head size 32, a q8_0 row has 48 bytes of 64, and a layer's f16 rows come to all.
+    hparams = opened().model.hparams
+    n_layer, whole = len(hparams.layers), hparams.kv_bytes(1000)
+    assert cache_bytes(hparams, ("f16", "f16"), 1000) == whole
+    assert cache_bytes(hparams, ("q8_0", "q8_0"), 1000) == whole * 3 // 4 + whole // n_layer
 
 
 @pytest.mark.parametrize("method", ["topk", "streaming"])

@@ -60,7 +60,8 @@ class SideBySide:
         self.spec = LayerSpec(
             layer=2, n_layer=4, n_head=g.n_head, n_head_kv=g.n_head_kv, head_dim=g.d,
             value_dim=g.d_v, n_threads=1, theta=1e4 ** (-np.arange(g.n_rot // 2) / (g.n_rot // 2)),
-            calibration=calibration,
+            calibration=calibration, cache_type_k=method.cache_type_k,
+            cache_type_v=method.cache_type_v,
         )  # fmt: skip
         self.method = method
         self.host = method.layer(self.spec)

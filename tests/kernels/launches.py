@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 from gguf.constants import GGML_QUANT_SIZES
 
 from sparsekv_cli.kernels.attention import decode, prefill, recent, scores, select
-from sparsekv_cli.kernels.attention.decode import NewRow
+from sparsekv_cli.kernels.attention.rows import NewRow, row_items
 from sparsekv_cli.kernels.attention.softmax import RingWindow, ScoreSoftmax
 from sparsekv_cli.kernels.clock import take_time
 from sparsekv_cli.kernels.experts import routing
@@ -45,6 +45,10 @@ def empty_matrix(name: str, n_rows: int, n_columns: int) -> packed.PackedMatrix:
     return packed.repack(name, data.repeat(n_rows, 1), n_columns)
 
 
+def quantised(n_batch: int, n_kv: int, n: int, d: int) -> torch.Tensor:
+    return torch.zeros(n_batch, n_kv, n, row_items(d, torch.uint8), dtype=torch.uint8)
+
+
 def attention_decode() -> Launches:
     for (n_head, n_kv, d), (n_batch, capacity, m) in ATTENDED:
         new = torch.empty(n_batch, n_kv, d)
@@ -70,6 +74,12 @@ def attention_decode() -> Launches:
         if (n_kv, capacity) == (8, 32768):
             yield partial(decode.attend_rows, q, cache, cache, idx, counts, capped)
     yield partial(decode.attend_dense, q.half(), cache, cache, n, capacity, 1.0)
+    for n_head, n_kv, d in ((32, 8, 128), (9, 3, 64), (6, 2, 80), (8, 4, 256)):
+        cache, new = quantised(2, n_kv, 32768, d), torch.empty(2, n_kv, d)
+        q, n = torch.empty(2, n_head, d), torch.zeros(2, dtype=torch.int32)
+        idx, row = torch.zeros(2, n_kv, 512, dtype=torch.int32), NewRow(new, new)
+        yield partial(decode.attend_dense, q, cache, cache, n, 32768, 1.0, new=row)
+        yield partial(decode.attend_rows, q, cache, cache, idx, idx[:, :, 0].contiguous(), 1.0)
 
 
 def attention_prefill() -> Launches:
@@ -88,7 +98,8 @@ def attention_recent() -> Launches:
     n = torch.zeros(2, dtype=torch.int32)
     for n_kv, d in ((8, 128), (3, 64), (2, 80)):
         k, new = torch.empty(2, n_kv, 4096, d, dtype=torch.float16), torch.empty(2, n_kv, d)
-        yield partial(recent.recent_rows, n, n, 512, 4, NewRow(new, new), k, k)
+        for rows in (k, quantised(2, n_kv, 4096, d)):
+            yield partial(recent.recent_rows, n, n, 512, 4, NewRow(new, new), rows, rows)
 
 
 def attention_scores() -> Launches:
@@ -99,7 +110,8 @@ def attention_scores() -> Launches:
         for n_max in (64, 32768) if n_kv == 8 else (32768,):
             tops = select.empty_tops(2, n_head, n_max, 512, CPU)
             row = NewRow(new, new)
-            yield partial(scores.score_rows, q, k, n, n_max, 1.0, new=row, v=k, tops=tops)
+            for rows in (k, quantised(2, n_kv, 32768, d)):
+                yield partial(scores.score_rows, q, rows, n, n_max, 1.0, new=row, v=rows, tops=tops)
 
 
 def attention_select() -> Launches:
@@ -271,6 +283,8 @@ def quest_pages() -> Launches:
         hi = torch.empty(2, n_kv, 8192, d, dtype=torch.float16)
         for meanstd in (True, False) if n_kv == 8 else (True,):
             yield partial(pages.page_summaries, k, hi, hi, page, meanstd, 0, 100)
+        bytes_of_k = quantised(2, n_kv, 8192, d)
+        yield partial(pages.page_summaries, bytes_of_k, hi, hi, page, True, 0, 100)
 
 
 def quest_step() -> Launches:
@@ -286,6 +300,11 @@ def quest_step() -> Launches:
                     step.step_rows, q, NewRow(new, new), k, k, few, few, arrived, n, n, 32,
                     step.PageRules(page, meanstd, 4, 1.0),
                 )  # fmt: skip
+        k = quantised(2, n_kv, n_page * page, d)
+        yield partial(
+            step.step_rows, q, NewRow(new, new), k, k, few, few, arrived, n, n, 32,
+            step.PageRules(page, True, 4, 1.0),
+        )  # fmt: skip
 
 
 def sals_attention() -> Launches:

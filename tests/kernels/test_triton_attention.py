@@ -7,6 +7,7 @@ from sweeps import sweep
 
 from sparsekv_cli.cpu.attention.decode import attend_rows_ref
 from sparsekv_cli.kernels.attention import decode
+from sparsekv_cli.kernels.attention.rows import NewRow
 
 # (H, G, d, d_v)
 GEOMETRIES = [(1, 1, 64, 64), (9, 3, 64, 64), (4, 1, 80, 48), (8, 1, 128, 128)]
@@ -33,7 +34,7 @@ def take_newest(k, v, sizes):
     """The last row of each sequence as a step has it, f32; NaN lies in its place then."""
     rows = torch.arange(len(sizes), device=k.device)
     last = torch.tensor(sizes, device=k.device) - 1
-    new = decode.NewRow(*(x[rows, :, last].float().contiguous() for x in (k, v)))
+    new = NewRow(*(x[rows, :, last].float().contiguous() for x in (k, v)))
     for x in (k, v):
         x[rows, :, last] = torch.nan
     return new

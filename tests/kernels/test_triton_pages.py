@@ -7,7 +7,7 @@ from sweeps import sweep
 
 from sparsekv_cli.cpu.quest.pages import page_scores_ref, page_summaries_ref, select_pages_ref
 from sparsekv_cli.kernels.attention import decode
-from sparsekv_cli.kernels.attention.decode import NewRow
+from sparsekv_cli.kernels.attention.rows import NewRow
 from sparsekv_cli.kernels.quest import pages, scores
 from sparsekv_cli.kernels.quest.step import PageRules, step_rows
 

@@ -6,6 +6,7 @@ import torch
 from sweeps import sweep
 
 from sparsekv_cli.kernels.attention import decode, prefill
+from sparsekv_cli.kernels.attention.rows import NewRow
 from sparsekv_cli.kernels.attention.softmax import RingWindow, ScoreSoftmax
 
 # (H, G, d, d_v)
@@ -76,9 +77,7 @@ def test_steps(n_head, n_kv, d, d_v, name, window, device):
                 ring[b, :, row % n_slot if window else row] = x[b, :, row]
     ring_k, ring_v = (ring.to(device) for ring in rings)
     places = torch.tensor(sizes) - 1
-    new = decode.NewRow(
-        *(x[torch.arange(len(sizes)), :, places].float().to(device) for x in (k, v))
-    )
+    new = NewRow(*(x[torch.arange(len(sizes)), :, places].float().to(device) for x in (k, v)))
     n = torch.tensor(sizes, dtype=torch.int32, device=device)
     lse = torch.full((len(sizes), n_head), torch.nan, device=device)
     of = RingWindow(window, n_slot) if window else None

@@ -17,7 +17,7 @@ from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
 from sparsekv_cli.device.cache import CachePlan, DeviceInput, DeviceSelecting
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention import select
-from sparsekv_cli.kernels.attention.decode import NewRow
+from sparsekv_cli.kernels.attention.rows import NewRow
 from sparsekv_cli.kernels.fasa import chunks, row_cache
 from sparsekv_cli.kernels.pinned import zeros_on_host
 

@@ -7,7 +7,7 @@ import torch
 
 from sparsekv_cli.cache.spec import N_SINKS, LayerSpec, Memory
 from sparsekv_cli.device.cache import CachePlan, DeviceInput, DeviceSelecting
-from sparsekv_cli.kernels.attention.decode import NewRow
+from sparsekv_cli.kernels.attention.rows import NewRow
 from sparsekv_cli.kernels.quest import pages
 from sparsekv_cli.kernels.quest.scores import none_arrived
 from sparsekv_cli.kernels.quest.step import PageRules, step_rows

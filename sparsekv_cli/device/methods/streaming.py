@@ -7,8 +7,8 @@ import torch
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.device.cache import CachePlan, DeviceInput, DeviceSelecting
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.kernels.attention.decode import NewRow
 from sparsekv_cli.kernels.attention.recent import recent_rows
+from sparsekv_cli.kernels.attention.rows import NewRow
 
 
 class DeviceStreaming(DeviceSelecting):

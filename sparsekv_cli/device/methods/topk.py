@@ -5,7 +5,7 @@ import torch
 from sparsekv_cli.cache.spec import N_SINKS
 from sparsekv_cli.device.cache import CachePlan, DeviceInput, DeviceSelecting
 from sparsekv_cli.kernels.attention import select
-from sparsekv_cli.kernels.attention.decode import NewRow
+from sparsekv_cli.kernels.attention.rows import NewRow
 from sparsekv_cli.kernels.attention.scores import score_rows
 
 
@@ -38,5 +38,5 @@ class DeviceTopK(DeviceSelecting):
     def count(self, n: int) -> tuple[int, int, int]:
         spec, store = self.spec, self.store
         attended = spec.n_head * (N_SINKS + self.budget_rows(n))
-        scan = spec.n_head_kv * n * 2 * store.k.shape[3]
+        scan = spec.n_head_kv * n * store.k_bytes
         return spec.n_head * n, attended, scan + attended * store.row_bytes
