@@ -85,7 +85,7 @@ def page_summaries(
     check_summaries(k, hi, lo, page, last_page, n_sinks)
     if last_page * page > k.shape[2]:
         raise ValueError(f"last_page = {last_page}: k has {k.shape[2]} rows")
-    n_batch, n_kv_head, d = *k.shape[:2], row_elements(k)
+    (n_batch, n_kv_head), d = k.shape[:2], row_elements(k)
     if last_page > first_page:
         _page_summaries_kernel[(last_page - first_page, n_batch * n_kv_head)](
             k, hi, lo, first_page, n_sinks, n_kv_head, *k.stride()[:3], *hi.stride()[:3],
@@ -98,7 +98,7 @@ def check_summaries(
 ) -> None:
     """Raises ValueError unless the summaries hi, lo of n_page pages fit the rows k."""
     check_rows("k", k, (None, None, None), None, k.device)
-    n_batch, n_kv_head, d = *k.shape[:2], row_elements(k)
+    (n_batch, n_kv_head), d = k.shape[:2], row_elements(k)
     check("hi", hi, torch.float16, (n_batch, n_kv_head, None, d), k.device, strided=True)
     check("lo", lo, torch.float16, tuple(hi.shape), k.device, strided=True)
     if hi.stride() != lo.stride():
