@@ -120,8 +120,8 @@ def step_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Adds the last row of each sequence, and lists the rows to attend to, ascending.
 
-    The row is written to the rows k and v (B, G, capacity), f16 or q8_0, and the summary of a page
-    that it completes to hi, lo f16 (B, G, pages, d). q (B, H, d); n, budget int32 (B,): rows in
+    The row is written to the rows k and v (B, G, capacity), f16 or q8_0. The summary of a page that
+    it completes is written to hi, lo f16 (B, G, pages, d). q (B, H, d); n, budget int32 (B,): rows in
     context, the new one included, and rows to attend to. A kv head takes the (budget - 1) // page
     <= m best of the whole pages before the new row's page. A head's score of a page is scale
     (relu(q) . hi - relu(-q) . lo). The best pages have the largest mean of the group's softmax.
