@@ -121,12 +121,12 @@ def step_rows(
     """Adds the last row of each sequence, and lists the rows to attend to, ascending.
 
     The row is written to the rows k and v (B, G, capacity), f16 or q8_0. The summary of a page that
-    it completes is written to hi, lo f16 (B, G, pages, d). q (B, H, d); n, budget int32 (B,): rows in
-    context, the new one included, and rows to attend to. A kv head takes the (budget - 1) // page
-    <= m best of the whole pages before the new row's page. A head's score of a page is scale
-    (relu(q) . hi - relu(-q) . lo). The best pages have the largest mean of the group's softmax.
-    Returns idx int32 (B, G, n_sinks + (m + 1) page) and the numbers of rows in it, counts int32 (B,
-    G). The result is that of select_pages in cpu/quest/pages.py. arrived int32 (B, G):
+    it completes is written to hi, lo f16 (B, G, pages, d). q (B, H, d); n, budget int32 (B,): rows
+    in context, the new one included, and rows to attend to. A kv head takes the (budget - 1) //
+    page <= m best of the whole pages before the new row's page. A head's score of a page is
+    scale (relu(q) . hi - relu(-q) . lo). The best pages have the largest mean of the group's
+    softmax. Returns idx int32 (B, G, n_sinks + (m + 1) page) and the numbers of rows in it, counts
+    int32 (B, G). The result is that of select_pages in cpu/quest/pages.py. arrived int32 (B, G):
     ``none_arrived``, as every launch leaves it.
     """
     (n_batch, n_head, d), n_kv_head, d_v, device = q.shape, k.shape[1], row_elements(v), q.device
