@@ -105,6 +105,14 @@ def threads(now: Row) -> str:
     return table(["", "rows", *(f"{n} threads" for n in numbers or (1, 2, 4, 8, 16))], made)
 
 
+def prefill(now: Row) -> str:
+    """Seconds of prompts, and tokens a second."""
+    rows = now.get("prefill, llama-3.1-8b", [])
+    return table(
+        ["tokens", "s", "tokens a second"], ([r["tokens"], r["s"], r["t/s"]] for r in rows)
+    )
+
+
 def steps(now: Row) -> str:
     """Milliseconds of a step at 32768 rows by what its kernels do."""
     rows = []
@@ -172,7 +180,10 @@ def machine(now: Row) -> str:
 def page(before: str) -> str:
     """docs/gpu.md with its tables made again."""
     now = json.loads((DATA / f"{NOW}.json").read_text(encoding="utf-8"))
-    makers = machine, host, threads, tokens, steps, freekv, weights, operators, logits, commands
+    makers = (
+        machine, host, threads, tokens, prefill, steps, freekv, weights, operators, logits,
+        commands,
+    )  # fmt: skip
     parts = {make.__name__: make(now) for make in makers}
     for name, made in parts.items():
         mark = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"

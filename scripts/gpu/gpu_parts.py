@@ -55,6 +55,7 @@ DEPTHS = (
     ("llama-3.1-8b", 8192, 8),
     ("llama-3.2-1b", 32768, 1),
 )
+PREFILLED = (2048, 8192, 32768)  # tokens
 PROFILED = ("full", "quest", "fasa")
 OPERATOR_ROWS, OPERATOR_BATCHES = (32768, 131072, 8192), (1, 8)
 DEFAULT_MODEL = "smollm2"
@@ -205,7 +206,7 @@ class Bench:
     # --- whole tokens -----------------------------------------------------------------------------
 
     def tokens(self) -> Iterator[Task]:
-        """Decode and prefill with random weights, K and V on the device."""
+        """Decode with random weights, K and V on the device."""
         names = ("tiny",) if self.tiny else ("llama-3.1-8b", "llama-3.2-1b")
         models = {name: random_model(name) for name in names}
 
@@ -215,9 +216,6 @@ class Bench:
 
         for name, n, n_batch in [("tiny", 150, 2)] if self.tiny else DEPTHS:
             model, engine = models[name], engine_of(name)
-            if n < 131072 and n_batch < 8:
-                prefill = partial(self._prefill_speed, model, engine, n)
-                yield Task(f"prefill, {name}", str(n), prefill)
             for spec in TOKENS_OF:
                 if spec == "cudnn sdpa" and self.device.type != "cuda":
                     continue
@@ -225,6 +223,15 @@ class Bench:
                     continue  # to pin that much memory of the host takes longer than to measure
                 decode = partial(self._decode_speed, model, engine, spec, n, n_batch)
                 yield Task(f"tokens, {name}", f"{spec} B={n_batch} {n}", decode)
+
+    def prefill(self) -> Iterator[Task]:
+        """Prompts with random weights, K and V on the device."""
+        name = "tiny" if self.tiny else "llama-3.1-8b"
+        model = random_model(name)
+        engine = open_engine(model, self.device, self.n_threads, "auto")
+        for n in (100,) if self.tiny else PREFILLED:
+            prefill = partial(self._prefill_speed, model, engine, n)
+            yield Task(f"prefill, {name}", f"full {n}", prefill)
 
     def host(self) -> Iterator[Task]:
         """Decode with random weights, K and V on the host."""

@@ -52,6 +52,7 @@ PARTS = {
     "weights": ("Q4_K", [("weights", None)]),
     "operators": ("tiny", [("operators", None)]),
     "tokens": ("topk", [("tokens, tiny", "topk")]),
+    "prefill": ("full", [("prefill, tiny", None)]),
     "host": ("B=2,recorded", [("host", "lfps"), ("host", "full"), ("host", "freekv")]),
     "freekv": ("speculate=false", [("freekv", "freekv:speculate=false")]),
 }  # fmt: skip
