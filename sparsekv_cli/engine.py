@@ -44,7 +44,7 @@ class DecoderEngine(ABC):
     shares_prefill: bool  # whether one prefill can fill caches of several methods
     first_steps: int  # a sequence's first decode steps that take longer
     records_attended: bool  # whether caches can keep which rows a step attended to
-    takes_drafts: bool  # whether a step can have several rows of a sequence
+    draft_sources: Ids[str]  # values of --speculate that make drafts
     draft_specs: Ids[LayerSpec] = ()  # the layers that make drafts; rows are f16
     room: int | None = None  # bytes of a GPU that rows may take; None: they lie on the host
     gpu: str = ""  # the name of the GPU that computes; empty: the CPU does
@@ -252,7 +252,7 @@ class HostEngine(DecoderEngine):
     shares_prefill = True
     first_steps = 1
     records_attended = True
-    takes_drafts = True
+    draft_sources = ("auto", "ngram", "mtp", "draft-model")
 
     def __init__(
         self,

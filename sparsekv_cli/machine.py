@@ -63,7 +63,7 @@ def open_engine(
     else:
         device, note = find_device(config.device)
     if device is not None:
-        if config.speculate not in ("auto", "off") or config.draft_model:
+        if config.speculate not in ("auto", "off", "ngram") or config.draft_model:
             what = "--draft-model" if config.draft_model else f"--speculate {config.speculate}"
             raise OptionError(f"{what} works on the CPU only so far: use --device cpu")
         if config.prefill_attention == "sparse":

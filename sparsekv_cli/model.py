@@ -86,7 +86,9 @@ class Model:
 
     def sequence(self, attention: Attention | None = None) -> Sequence:
         """Returns a sequence without tokens."""
-        source = self.config.speculate if self.engine.takes_drafts else "off"
+        source = self.config.speculate
+        if source not in self.engine.draft_sources:
+            source = "off"
         of_model = None if self.draft is None else self.draft.sequence()
         timings = Timings(load_s=self.load_s, speculation=Speculation(source))
         sequence = Sequence(self.engine, attention or self._default, timings=timings)

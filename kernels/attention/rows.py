@@ -164,3 +164,39 @@ def load_rows(at, is_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
         rows = rows.to(tl.int8, bitcast=True).to(tl.float16)
         rows *= tl.reshape(wide, [at.shape[0], BLOCK])
     return rows
+
+
+@triton.jit
+def _store_rows_kernel(
+    k_new_ptr, v_new_ptr, n_ptr, k_ptr, v_ptr, n_slot, n_kv_head,
+    stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn,
+    D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    RING: tl.constexpr,
+):  # fmt: skip
+    unit = tl.program_id(0)
+    b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
+    row = (tl.load(n_ptr + b) - 1).to(tl.int64)
+    if RING:
+        row %= n_slot
+    k_at = k_ptr + b * stride_kb + g * stride_kg + row * stride_kn
+    v_at = v_ptr + b * stride_vb + g * stride_vg + row * stride_vn
+    store_row(k_new_ptr + unit * D, k_at, tl.arange(0, BLOCK_D), D)
+    store_row(v_new_ptr + unit * D_V, v_at, tl.arange(0, BLOCK_V), D_V)
+
+
+def store_rows(
+    new: NewRow, k: torch.Tensor, v: torch.Tensor, n: torch.Tensor, n_slot: int = 0
+) -> None:
+    """Writes new rows to places n - 1 of k and v (B, G, capacity); n int32 (B,).
+
+    n_slot: if it is not 0, row i lies in slot i % n_slot.
+    """
+    n_batch, n_kv_head, d = new.k.shape
+    d_v = new.v.shape[2]
+    check_new(new, k, v, d)
+    check("n", n, torch.int32, (n_batch,), new.k.device)
+    _store_rows_kernel[(n_batch * n_kv_head,)](
+        *new, n, k, v, n_slot, n_kv_head, *k.stride()[:3], *v.stride()[:3], D=d, D_V=d_v,
+        BLOCK_D=max(16, triton.next_power_of_2(d)), BLOCK_V=max(16, triton.next_power_of_2(d_v)),
+        RING=n_slot > 0, num_warps=2,
+    )  # fmt: skip

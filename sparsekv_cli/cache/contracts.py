@@ -213,8 +213,12 @@ class UndoContract(StoreContract, StepContract, LedgerContract):
 
     def decode_draft(self, x: Any) -> Any:
         """Adds a row as ``decode`` does, but ``keep`` can remove it later."""
-        self._saved.append(self.save())
+        self.save_draft()
         return self.decode(x)
+
+    def save_draft(self) -> None:
+        """Announces that the next row is of a draft."""
+        self._saved.append(self.save())
 
     def keep(self, n: int) -> None:
         """Removes the rows of the last draft from row n on. The draft's other rows are then final.

@@ -23,8 +23,9 @@ from weakref import ref
 import torch
 
 from sparsekv_cli.cache.layer import LayerCache
-from sparsekv_cli.device.cache import UNLIMITED, CachePlan, DeviceCache, spread
+from sparsekv_cli.device.cache import CachePlan, DeviceCache, spread
 from sparsekv_cli.device.host import HostCache
+from sparsekv_cli.device.layers.store import UNLIMITED
 
 SHORT = 4096  # rows for which there is room in every sequence of a batch
 SIZES = 1, 2, 4, 8  # rows of a step; larger steps have a multiple of the last size
@@ -109,8 +110,20 @@ class Planner:
 
         return order if n_runs(order) <= n_runs(best) else best
 
-    def begin(self, positions: Sequence[int], caches: Sequence[Sequence[LayerCache]]) -> StepPlan:
-        """Prepares the caches of B sequences for a step. ``end`` follows when the step is done."""
+    def begin(
+        self,
+        positions: Sequence[int],
+        caches: Sequence[Sequence[LayerCache]],
+        *,
+        is_draft: bool = False,
+    ) -> StepPlan:
+        """Prepares the caches of B sequences for a step. ``end`` follows when the step is done.
+
+        is_draft: whether all rows are of one sequence.
+        """
+        if is_draft:
+            self.forget()
+            return _plan_draft(positions, caches[0])
         plan, flat = self._plan, [cache for layers in caches for cache in layers]
         self.forget()
         if plan is None or not self._holds(plan, positions, flat):
@@ -201,6 +214,25 @@ def _plan_step(
         runs.append([(run.first, run.last) for run in of_layer])
     own = [ref(cache) for cache in flat]
     return StepPlan(tuple(keys), runs, on_host, n_padded, own, n_more)
+
+
+def _plan_draft(positions: Sequence[int], caches: Sequence[LayerCache]) -> StepPlan:
+    of_sequence = [cache for cache in caches if isinstance(cache, DeviceCache)]
+    n_rows, n_layer = len(positions), len(of_sequence)
+    keys = tuple(cache.begin_draft(positions[0] + 1, n_rows) for cache in of_sequence)
+    own: list[ref[LayerCache]] = [ref(cache) for cache in of_sequence]
+    return StepPlan(keys, [[(0, n_rows)]] * n_layer, [[]] * n_layer, 1, own, 0)
+
+
+def end_rows(
+    caches: Sequence[Sequence[DeviceCache]], positions: Sequence[int], n_drafted: int
+) -> None:
+    """Counts the rows of a step. n_drafted: see DeviceDecoder; padding does not count."""
+    for row in range(n_drafted + 1 if n_drafted else len(caches)):
+        for cache in caches[row]:
+            if n_drafted and row:
+                cache.save_draft()
+            cache.end_step(positions[row] + 1)
 
 
 def _rows_on_host(caches: Sequence[LayerCache], n_rows: int) -> list[int]:

@@ -11,7 +11,6 @@ of one sequence. If several caches lie in common tensors (batching.py), the firs
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -19,27 +18,19 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from sparsekv_cli.cache.layer import LayerCache
-from sparsekv_cli.cache.row_sizes import CACHE_TYPES, padded
+from sparsekv_cli.cache.layer import LayerCache, rows_alike
 from sparsekv_cli.cache.spec import LayerSpec, Memory
-from sparsekv_cli.cpu.attention.rows import row_bytes
 from sparsekv_cli.device.layers.prefill import softmax_on
+from sparsekv_cli.device.layers.store import UNLIMITED, DeviceStore, copy_items, rows_like
 from sparsekv_cli.device.streams import SideStream
 from sparsekv_cli.kernels.attention import decode as attention
-from sparsekv_cli.kernels.attention.rows import (
-    NewRow,
-    pack_rows,
-    row_elements,
-    row_items,
-    unpack_rows,
-)
+from sparsekv_cli.kernels.attention.rows import NewRow, store_rows
 from sparsekv_cli.kernels.attention.softmax import RingWindow, ScoreSoftmax
 
 AHEAD = 64  # rows for later steps that a bound includes, at least
 LEAST_STEP = 256  # rows: bounds are multiples of it
 Piece = tuple[np.ndarray, np.ndarray]  # K and V of some rows on the host
-ROW_TYPES = {"f16": torch.float16, "q8_0": torch.uint8}  # cache types on a device
-UNLIMITED = 1 << 62  # rows, of a cache that does not know how many there will be at most
+MOST_DRAFT = 16  # rows of a step with a draft; they share each load of a weight
 
 
 class StepNumbers(NamedTuple):
@@ -90,90 +81,6 @@ def spread(x: torch.Tensor, n: int) -> torch.Tensor:
     return x.as_strided((n, *x.shape[1:]), x.stride())
 
 
-def rows_like(x: torch.Tensor) -> np.ndarray:
-    """Returns memory of the host for rows (G, T, items), with zeros, as a KVStore has them."""
-    if x.dtype == torch.float16:
-        return np.zeros((*x.shape[:2], padded(x.shape[2])), np.float16)
-    return np.zeros((*x.shape[:2], row_bytes(CACHE_TYPES["q8_0"], row_elements(x))), np.uint8)
-
-
-def copy_items(to: Any, rows: Any) -> None:
-    """Copies the items (G, T, items) that rows of a KVStore and of a device have in common."""
-    n = min(to.shape[2], rows.shape[2])
-    to[..., :n] = rows[..., :n]
-
-
-class DeviceStore:
-    """K and V of one layer in device memory, (1, G, capacity, items): kernels/attention/rows.py."""
-
-    spared_bytes = 0  # rows whose memory sequences share: none
-    can_share_rows = False
-    most = UNLIMITED  # rows for which there is room at most
-
-    def __init__(self, spec: LayerSpec, device: torch.device) -> None:
-        self.n = 0
-        # Bytes that a step reads of one token's K and V in a kv head.
-        self.k_bytes = row_bytes(CACHE_TYPES[spec.cache_type_k], spec.head_dim)
-        self.row_bytes = self.k_bytes + row_bytes(CACHE_TYPES[spec.cache_type_v], spec.value_dim)
-        sizes = (spec.cache_type_k, spec.head_dim), (spec.cache_type_v, spec.value_dim)
-        types = [(row_items(d, ROW_TYPES[name]), ROW_TYPES[name]) for name, d in sizes]
-        self.k, self.v = (
-            torch.zeros((1, spec.n_head_kv, 0, items), dtype=dtype, device=device)
-            for items, dtype in types
-        )
-
-    @property
-    def capacity(self) -> int:
-        return self.k.shape[2]
-
-    @property
-    def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
-
-    def reserve(self, n: int) -> None:
-        """Makes room for ``n`` rows: exactly n at first; later it grows by an eighth at least."""
-        n, had = min(n, self.most), self.capacity
-        if n <= had:
-            return
-        capacity = n if self.n == 0 else min(self.most, max(n, had + had // 8 + 256))
-        grown, n_old = [], min(self.n, had)
-        for old in (self.k, self.v):
-            new = old.new_zeros((1, old.shape[1], capacity, old.shape[3]))
-            new[:, :, :n_old] = old[:, :, :n_old]
-            grown.append(new)
-        self.k, self.v = grown
-
-    def append(self, k: torch.Tensor, v: torch.Tensor) -> DeviceStore:
-        """Adds T rows: k (G, T, d), v (G, T, d_v). Returns the rows to which they attend."""
-        n_new = k.shape[1]
-        self.reserve(self.n + n_new)
-        new = slice(self.n, self.n + n_new)
-        self.k[0, :, new], self.v[0, :, new] = self.packed(k, v)
-        self.n += n_new
-        return self
-
-    def packed(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns elements (G, T, d) and (G, T, d_v) as rows of the types of K and V."""
-        return pack_rows(k, self.k.dtype), pack_rows(v, self.v.dtype)
-
-    def keys(self) -> torch.Tensor:
-        """Returns the keys f16 (G, n, d)."""
-        return unpack_rows(self.k[0, :, : self.n])
-
-    def values(self) -> torch.Tensor:
-        """Returns the values f16 (G, n, d_v)."""
-        return unpack_rows(self.v[0, :, : self.n])
-
-    def truncate(self, n: int) -> None:
-        self.n = min(self.n, n)
-
-    def copy(self, n: int) -> DeviceStore:
-        """Returns a store with the first n rows."""
-        new = copy.copy(self)
-        new.n, new.k, new.v = n, self.k[:, :, :n].clone(), self.v[:, :, :n].clone()
-        return new
-
-
 class DeviceCache(LayerCache):
     """The mutable state of one layer of one sequence in device memory.
 
@@ -182,6 +89,7 @@ class DeviceCache(LayerCache):
     """
 
     reads_on_gpu = True
+    takes_drafts: ClassVar[bool] = False  # whether a step can have several rows of a sequence
     takes_softcap: ClassVar[bool] = True  # whether it chooses as on the host if scores are capped
     store: Any  # a DeviceStore, or the method's own store
     # Copies rows of a prefill to the host: host.py rows_on_host.
@@ -192,6 +100,8 @@ class DeviceCache(LayerCache):
     # ``records_attended``, ``attended`` then has the rows of the step: idx int32 (B, U, m) and
     # counts (B, U).
     on_step: Callable[[Any], None] | None = None
+    _is_draft = False  # whether the rows of a step are of this cache's sequence alone
+    _ring_slots = 0  # row i lies in slot i modulo them; 0: in slot i
 
     def __init__(self, spec: LayerSpec, device: torch.device, method: Any = None) -> None:
         super().__init__(spec, DeviceStore(spec, device))
@@ -216,7 +126,30 @@ class DeviceCache(LayerCache):
         It may allocate and launch. It returns the addresses that ``decode`` will use. n_rows: rows
         of the launches. The rows after those of the caches are padding (``rows_of_padding``).
         """
+        self._is_draft = False
         return tuple((x.data_ptr(), x.shape) for x in self.tensors())
+
+    def begin_draft(self, n: int, n_rows: int) -> Hashable:
+        """Called before a step that adds rows n - 1 to n + n_rows - 2 of this sequence alone.
+
+        It does the work of ``begin_step`` and ``begin_batch``. ``most_rows`` allows the first rows.
+        The last ones may be padding: they are written, and later steps write them again.
+        """
+        plan = self.begin_step(n, self.bound(n + n_rows - 1))
+        self._is_draft = True
+        tensors = self.batch_tensors(n_rows)
+        return plan.key, tuple((x.data_ptr(), x.shape, x.stride()) for x in tensors)
+
+    def store_draft(self, x: Any) -> None:
+        """Called before ``decode`` in a step with a draft: writes the rows of a DeviceInput.
+
+        So each row can attend to those before it.
+        """
+        k, v, *_ = self.batch_tensors(len(x.q))
+        store_rows(NewRow(x.k, x.v), k, v, x.step.n, self._ring_slots)
+
+    def most_rows(self, n: int) -> int:
+        return min(n, MOST_DRAFT) if self.takes_drafts else 1
 
     @abstractmethod
     def decode(self, x: Any, out: torch.Tensor | None = None) -> Any:
@@ -262,7 +195,12 @@ class DeviceCache(LayerCache):
         self.store.k, self.store.v = tensors
 
     def batch_tensors(self, n: int) -> list[torch.Tensor]:
-        """Returns ``tensors`` of n rows of a step, from this cache's row on: (n, ...) each."""
+        """Returns ``tensors`` of n rows of a step, from this cache's row on: (n, ...) each.
+
+        In a step with a draft, all rows have this cache's tensors.
+        """
+        if self._is_draft:
+            return [x.expand(n, *x.shape[1:]) for x in self.tensors()]
         return [spread(x, n) for x in self.tensors()]
 
     # --- the rest ---------------------------------------------------------------------------------
@@ -365,6 +303,9 @@ class DeviceSelecting(DeviceCache):
         spec = self.spec
         scored, attended, n_bytes = self.count(n)
         self.ledger.step(spec.n_head * n, scored, attended, n_bytes, True)
+
+    def most_rows(self, n: int) -> int:
+        return super().most_rows(rows_alike(self.is_dense_at, self.n + 1, n))
 
     @abstractmethod
     def is_dense_at(self, n: int) -> bool:

@@ -3,8 +3,10 @@
 The settings of the sequences' samplers lie in device memory. So a captured step also serves others.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +63,18 @@ def drawing_of(chains: Iterable[PlainChain]) -> Drawing:
         any(chain.top_k > 0 or chain.top_p < 1 for chain in random),
         any(chain.top_k == 0 for chain in random),
     )
+
+
+class Choosing(NamedTuple):
+    """Where a step's logits go. drawing: None if no token is chosen on the device."""
+
+    drawing: Drawing | None
+    downloads: bool  # whether the logits come to the host
+
+    @classmethod
+    def of(cls, samplers: Sequence[PlainSampler | None]) -> Choosing:
+        chains = [sampler.chain for sampler in samplers if sampler is not None]
+        return cls(drawing_of(chains) if chains else None, len(chains) < len(samplers))
 
 
 def choose(logits: torch.Tensor, settings: torch.Tensor, drawing: Drawing) -> torch.Tensor:

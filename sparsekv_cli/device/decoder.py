@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import AttnInput
-from sparsekv_cli.device.batching import Planner, Run, StepPlan, rows_of_step
-from sparsekv_cli.device.cache import DeviceCache, DeviceInput, DeviceStore, StepNumbers
-from sparsekv_cli.device.choosing import Drawing, drawing_of, settings_of
-from sparsekv_cli.device.graphs import Piece, Steps
+from sparsekv_cli.device.batching import Planner, Run, StepPlan, end_rows, rows_of_step
+from sparsekv_cli.device.cache import DeviceCache, DeviceInput, StepNumbers
+from sparsekv_cli.device.choosing import Choosing, settings_of
+from sparsekv_cli.device.graphs import Piece, Steps, in_order
 from sparsekv_cli.device.host import HostCache
 from sparsekv_cli.device.layers.experts import DeviceExperts
 from sparsekv_cli.device.layers.prefill import attend_causal
 from sparsekv_cli.device.layers.rope import tables_on
 from sparsekv_cli.device.layers.rows import DeviceRows
+from sparsekv_cli.device.layers.store import DeviceStore
 from sparsekv_cli.device.step import StepBuffers
 from sparsekv_cli.device.streams import join_all
 from sparsekv_cli.device.weights import DeviceWeights
@@ -80,6 +81,9 @@ class DeviceDecoder(Forward):
         self._planner = Planner()
         self._steps = Steps(self.device)
         self._buffers = StepBuffers(hparams, 1, self.device)
+        # Of steps with a draft, by their rows: they alternate with others, which stay captured.
+        self._for_drafts: dict[int, tuple[StepBuffers, Steps]] = {}
+        self._has_draft = False  # whether the step that runs has one
         # Position and caches of each sequence in the step that runs.
         self._positions: Sequence[int] = ()
         self._caches: Sequence[Sequence[LayerCache]] = ()
@@ -186,6 +190,36 @@ class DeviceDecoder(Forward):
                 sampler.drawn()
         return found
 
+    def decode_draft(
+        self,
+        tokens: Sequence[int],
+        pos: int,
+        caches: Sequence[DeviceCache],
+        sampler: PlainSampler | None = None,
+    ) -> list[Outcome]:
+        """Adds the tokens of one sequence from ``pos`` on, in one step. All but one are a draft.
+
+        ``most_rows`` allows so many. Returns an outcome after each token. sampler: chooses the best
+        token. ``keep`` takes rows back.
+        """
+        n_rows = rows_of_step(len(tokens))
+        if n_rows not in self._for_drafts:
+            buffers = StepBuffers(self.hparams, n_rows, self.device)
+            self._for_drafts[n_rows] = buffers, Steps(self.device)
+        before = self._buffers, self._steps
+        self._buffers, self._steps = self._for_drafts[n_rows]
+        samplers = [sampler] * n_rows
+        padded = [*tokens, *[tokens[-1]] * (n_rows - len(tokens))]
+        try:
+            return self._run_step(
+                padded, range(pos, pos + n_rows), [caches] * n_rows, samplers,
+                lambda buffers, order: buffers.outcomes(order, [sampler is not None] * n_rows),
+                n_drafted=len(tokens) - 1,
+            )[: len(tokens)]  # fmt: skip
+        finally:
+            self._planner.forget()
+            self._buffers, self._steps = before
+
     def _run_step(
         self,
         tokens: Sequence[int],
@@ -193,13 +227,16 @@ class DeviceDecoder(Forward):
         caches: Sequence[Sequence[LayerCache]],
         samplers: Sequence[PlainSampler | None],
         result: Callable[[StepBuffers, Sequence[int]], Result],
+        n_drafted: int = 0,
     ) -> Result:
         """Runs a step of B sequences. samplers: choose tokens; None: the logits come to the host.
 
         result: waits for the step and returns the outcomes. It gets the order of the sequences.
+        n_drafted: if it is not 0, all rows are of one sequence: a row, a draft of so many, padding.
         """
-        n_rows, order = rows_of_step(len(tokens)), self._planner.order(positions, caches)
-        choosing = _Choosing.of(samplers)
+        n_rows = rows_of_step(len(tokens))
+        order = range(n_rows) if n_drafted else self._planner.order(positions, caches)
+        choosing = Choosing.of(samplers)
         if n_rows != self._buffers.n_rows:
             self._buffers = StepBuffers(self.hparams, n_rows, self.device)
         positions, caches = [positions[b] for b in order], [caches[b] for b in order]
@@ -213,7 +250,8 @@ class DeviceDecoder(Forward):
             if choosing.drawing is not None:
                 buffers.set_chain(row, settings_of(samplers[b]))
         try:
-            plan = self._planner.begin(positions, caches)
+            self._has_draft = n_drafted > 0
+            plan = self._planner.begin(positions, caches, is_draft=self._has_draft)
             for row in range(len(order), n_rows):
                 buffers.set_numbers(row, plan.n_padded - 1, 1)
             self._steps.run(
@@ -222,12 +260,10 @@ class DeviceDecoder(Forward):
                 lambda: list(self._program(caches, plan, choosing)),
                 watched=any(c.on_step is not None for layers in on_device for c in layers),
             )
-            for layers, pos in zip(on_device, positions, strict=True):
-                for cache in layers:
-                    cache.end_step(pos + 1)  # while the device works
+            end_rows(on_device, positions, n_drafted)  # while the device works
             found = result(buffers, order)
         except BaseException as error:  # such as Ctrl-C: the step does not count
-            for layers, pos in zip(on_device, positions, strict=True):
+            for layers, pos in reversed([*zip(on_device, positions, strict=True)]):
                 for cache in layers:
                     cache.drop_step(pos)
             if isinstance(error, torch.OutOfMemoryError):
@@ -242,7 +278,7 @@ class DeviceDecoder(Forward):
         return found
 
     def _program(
-        self, caches: Sequence[Sequence[LayerCache]], plan: StepPlan, choosing: _Choosing
+        self, caches: Sequence[Sequence[LayerCache]], plan: StepPlan, choosing: Choosing
     ) -> Iterator[Piece]:
         """Computes a step, from the embedding in the buffers to the logits there, or a token."""
         buffers, runs = self._buffers, plan.runs_of(caches)
@@ -254,12 +290,12 @@ class DeviceDecoder(Forward):
             calls.append(partial(self._project, i))
             calls += [partial(self._attend, i, run) for run in runs[i]]
             if on_host:
-                yield Piece(_in_order([*calls, buffers.download_inputs, join]), False, beside)
+                yield Piece(in_order([*calls, buffers.download_inputs, join]), False, beside)
                 yield Piece(partial(self._attend_on_host, i, on_host), True)
                 calls = [partial(self._take_in, i, on_host)]
                 beside = partial(self._end_on_host, i, on_host)
             calls.append(partial(self._finish, i))
-        yield Piece(_in_order([*calls, partial(self._output, choosing), join]), False, beside)
+        yield Piece(in_order([*calls, partial(self._output, choosing), join]), False, beside)
 
     def _project(self, i: int) -> None:
         """Writes layer i's q, k, v to the buffers, from the residual stream."""
@@ -293,6 +329,8 @@ class DeviceDecoder(Forward):
         """Writes the attention of a run's rows to the buffers."""
         buffers, rows = self._buffers, slice(run.first, run.last)
         x = DeviceInput._make((*(t[rows] for t in buffers.inputs(i)), self._step(rows)))
+        if self._has_draft:
+            run.cache.store_draft(x)
         run.cache.decode(x, buffers.attended(i)[rows])
         if run.cache.on_step is not None:
             run.cache.on_step(x)
@@ -341,7 +379,7 @@ class DeviceDecoder(Forward):
         normed = self._norm(vectors.ffn_norm, added)
         layer.ffn.step(buffers.x, normed, self.rows, buffers.y)
 
-    def _output(self, choosing: _Choosing) -> None:
+    def _output(self, choosing: Choosing) -> None:
         left = self._left_by(self.hparams.n_layer - 1)
         logits = self._on_device.output.apply(self._norm(self.output_norm, left))
         if softcap := self.hparams.logit_softcap:
@@ -350,25 +388,3 @@ class DeviceDecoder(Forward):
             self._buffers.choose(logits, choosing.drawing)
         if choosing.downloads:
             self._buffers.download_logits(logits)
-
-
-class _Choosing(NamedTuple):
-    """Where a step's logits go. drawing: None if no token is chosen on the device."""
-
-    drawing: Drawing | None
-    downloads: bool  # whether the logits come to the host
-
-    @classmethod
-    def of(cls, samplers: Sequence[PlainSampler | None]) -> _Choosing:
-        chains = [sampler.chain for sampler in samplers if sampler is not None]
-        return cls(drawing_of(chains) if chains else None, len(chains) < len(samplers))
-
-
-def _in_order(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    """Returns one function that makes all ``calls``."""
-
-    def run() -> None:
-        for call in calls:
-            call()
-
-    return run

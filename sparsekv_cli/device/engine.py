@@ -9,15 +9,16 @@ import torch
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.row_sizes import Sizes
 from sparsekv_cli.cache.spec import WINDOW, LayerSpec
-from sparsekv_cli.device.cache import LEAST_STEP, ROW_TYPES, DeviceCache
+from sparsekv_cli.device.cache import LEAST_STEP, DeviceCache
 from sparsekv_cli.device.cuda import report_compiling
 from sparsekv_cli.device.decoder import DeviceDecoder
 from sparsekv_cli.device.host import HostCache, HostWorker, rows_on_host
+from sparsekv_cli.device.layers.store import ROW_TYPES
 from sparsekv_cli.device.methods import dense_cache, device_cache, host_cache
 from sparsekv_cli.device.weights import DeviceWeights, resident_bytes
 from sparsekv_cli.device.window import DeviceWindow
 from sparsekv_cli.engine import DecoderEngine
-from sparsekv_cli.errors import NoRoomError, SparseKVError
+from sparsekv_cli.errors import NoRoomError, OptionError, SparseKVError
 from sparsekv_cli.kernels.attention.rows import UNIT, row_items
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import Architecture
@@ -42,7 +43,7 @@ class DeviceEngine(DecoderEngine):
 
     decoder: DeviceDecoder
     shares_prefill = False
-    takes_drafts = False
+    draft_sources = ("ngram",)
     first_steps = 3  # one as it is, one that is captured, one that replays the capture first
     records_attended = False
 
@@ -106,24 +107,34 @@ class DeviceEngine(DecoderEngine):
         samples: Sequence[Sample],
         failed: dict[int, Exception],
     ) -> list[list[Outcome]]:
-        """Runs steps of one row a sequence, because a cache on a device takes one row at a time."""
-        plain = [each if isinstance(each, PlainSampler) else None for each in samples]
+        """Runs a step for each sequence with a draft, and one step for all others."""
+        samplers: list[PlainSampler | None] = [None] * len(rows)
+        for b, sample in enumerate(samples):
+            samplers[b] = sample if isinstance(sample, PlainSampler) else None
         found: list[list[Outcome]] = [[] for _ in rows]
-        for j in range(max(map(len, rows))):
-            now = [b for b, new in enumerate(rows) if j < len(new)]
+        single = [b for b, new in enumerate(rows) if len(new) == 1]
+        if single:
             step = (
-                [rows[b][j] for b in now],
-                [len(sequences[b].tokens) + j for b in now],
-                [sequences[b].caches for b in now],
+                [rows[b][0] for b in single],
+                [len(sequences[b].tokens) for b in single],
+                [sequences[b].caches for b in single],
             )
+            chosen = [samplers[b] for b in single]
             outcomes: Sequence[Outcome]
-            # A drafted token is known. Only the token of the last row can be chosen.
-            if any(plain) and all(len(new) == 1 for new in rows):
-                outcomes = self.decoder.choose_batch(plain, *step)
+            if any(chosen):
+                outcomes = self.decoder.choose_batch(chosen, *step)
             else:
                 outcomes = list(self.decoder.decode_batch(*step))
-            for b, outcome in zip(now, outcomes, strict=True):
+            for b, outcome in zip(single, outcomes, strict=True):
                 found[b].append(outcome)
+        for b, new in enumerate(rows):
+            if len(new) > 1:
+                sampler = samplers[b]
+                # A rejected token must draw no random number.
+                greedy = sampler if sampler is not None and sampler.chain.is_greedy else None
+                sequence = sequences[b]
+                caches = [cache for cache in sequence.caches if isinstance(cache, DeviceCache)]
+                found[b] = self.decoder.decode_draft(new, len(sequence.tokens), caches, greedy)
         return found
 
 
@@ -178,6 +189,12 @@ def open_device_engine(
             note = f"the KV cache stays on the host: {has} ({parts})"
             on_host = True
         room = None if on_host else room - fixed
+    if config.speculate == "ngram" and (on_host or not takes_drafts(method)):
+        where = "with K and V on the host" if on_host else f"for method {method.name}"
+        raise OptionError(
+            f"--speculate ngram makes no drafts on a GPU {where}; use --speculate off, or "
+            "--device cpu"
+        )
     if on_compile is not None:
         report_compiling(on_compile)
     decoder = DeviceDecoder(
@@ -185,6 +202,12 @@ def open_device_engine(
         n_threads=n_threads, chunk=chunk,
     )  # fmt: skip
     return DeviceEngine(decoder, on_host=on_host, n_ctx=n_ctx, room=room, note=note, ends=ends)
+
+
+def takes_drafts(method: Method) -> bool:
+    """Returns whether a step of a sequence on a GPU can have several rows."""
+    own = device_cache(method)
+    return getattr(own, "takes_drafts", False)  # a function makes the cache of a few methods
 
 
 def check_types(layer: Sizes, types: tuple[str, str]) -> None:

@@ -101,3 +101,13 @@ def _no_garbage() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def in_order(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """Returns one function that makes all ``calls``."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run

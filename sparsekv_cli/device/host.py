@@ -18,7 +18,8 @@ import torch
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import WINDOW, AttnInput, Memory
 from sparsekv_cli.cache.store import KVStore
-from sparsekv_cli.device.cache import UNLIMITED, CachePlan, DeviceStore, copy_items, rows_like
+from sparsekv_cli.device.cache import CachePlan
+from sparsekv_cli.device.layers.store import UNLIMITED, DeviceStore, copy_items, rows_like
 from sparsekv_cli.device.window import WindowStore
 from sparsekv_cli.kernels.attention.decode import Attended
 
@@ -238,6 +239,9 @@ class HostCache(LayerCache):
         out f32 (1, H, d_v) gets the attention to all rows.
         """
         raise NotImplementedError
+
+    def most_rows(self, n: int) -> int:
+        return 1  # no drafts
 
     def end_step(self, n: int) -> None:
         self.cache.end_step(n)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 
 from sparsekv_cli.cache.spec import N_SPARE, AttnInput, LayerSpec, Memory
-from sparsekv_cli.device.cache import (
-    UNLIMITED,
-    CachePlan,
-    DeviceCache,
-    DeviceInput,
-    DeviceStore,
-    attend_all,
-)
+from sparsekv_cli.device.cache import CachePlan, DeviceCache, DeviceInput, attend_all
+from sparsekv_cli.device.layers.store import UNLIMITED, DeviceStore
 from sparsekv_cli.kernels.attention.softmax import RingWindow
 
 
@@ -86,10 +81,12 @@ class DeviceWindow(DeviceCache):
     attends_to_some = False
     can_prefill_in_parts = True
     has_index = False
+    takes_drafts = True
 
     def __init__(self, spec: LayerSpec, device: torch.device, _method: Any = None) -> None:
         super().__init__(spec, device)
         self.store: WindowStore = WindowStore(spec, device)
+        self._ring_slots = self.store.slots
         self._is_prefilling = False
         # Lengths to which the sequence can always go back, with rows that ``store`` lacks, if any.
         self._marks: dict[int, _Copy | None] = {}
@@ -112,6 +109,14 @@ class DeviceWindow(DeviceCache):
         self._n_max = min(n_max, window)
         is_whole = n_max >= window and store.capacity >= store.slots
         return CachePlan(self._n_max, min(UNLIMITED if is_whole else n_max, self._keep_marks(n)))
+
+    def begin_draft(self, n: int, n_rows: int) -> Hashable:
+        """See DeviceCache. All rows overwrite older ones, padding too."""
+        store, last = self.store, n + n_rows - 1
+        self._keep_marks(last)
+        key = super().begin_draft(n, n_rows)
+        store.first = max(store.first, last - store.slots)
+        return key
 
     def decode(self, x: DeviceInput, out: torch.Tensor | None = None) -> torch.Tensor:
         k, v = self.batch_tensors(len(x.q))

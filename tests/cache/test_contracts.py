@@ -13,8 +13,9 @@ from sparsekv_cli.cache.split_store import SplitStore
 from sparsekv_cli.cache.state import StateCache
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.cache.window import WindowCache
-from sparsekv_cli.device.cache import DeviceCache, DeviceStore
+from sparsekv_cli.device.cache import DeviceCache
 from sparsekv_cli.device.host import HostCache, HostWorker
+from sparsekv_cli.device.layers.store import DeviceStore
 from sparsekv_cli.methods import METHODS, method_class
 
 CONTRACTS = [

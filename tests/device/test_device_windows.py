@@ -10,8 +10,9 @@ from sparsekv_cli.cache.spec import WINDOW, AttnInput, LayerSpec
 from sparsekv_cli.cache.window import WindowCache
 from sparsekv_cli.device import window as windows
 from sparsekv_cli.device.batching import prepare_runs
-from sparsekv_cli.device.cache import UNLIMITED, DeviceInput, StepNumbers, grid_bound
+from sparsekv_cli.device.cache import DeviceInput, StepNumbers, grid_bound
 from sparsekv_cli.device.layers.prefill import attend_causal
+from sparsekv_cli.device.layers.store import UNLIMITED
 from sparsekv_cli.device.window import DeviceWindow
 
 SIZE, N_SPARE = 40, 8  # tokens of the window, and rows before it; the interpreter is slow

@@ -22,14 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
-from sparsekv_cli.device.cache import (
-    CachePlan,
-    DeviceCache,
-    DeviceInput,
-    DeviceStore,
-    attend_all,
-    count_dense,
-)
+from sparsekv_cli.device.cache import CachePlan, DeviceCache, DeviceInput, attend_all, count_dense
+from sparsekv_cli.device.layers.store import DeviceStore
 from sparsekv_cli.device.methods.freekv_pages import DevicePages, Workspace, resident_rows
 from sparsekv_cli.device.streams import SideStream
 from sparsekv_cli.kernels.attention import decode as attention

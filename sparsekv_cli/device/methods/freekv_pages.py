@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparsekv_cli.device.cache import DeviceStore
+from sparsekv_cli.device.layers.store import DeviceStore
 from sparsekv_cli.kernels.freekv import pages as page_cache
 from sparsekv_cli.kernels.freekv.choice import ChoiceBuffers
 from sparsekv_cli.kernels.freekv.pages import Layout, PageTensors

@@ -13,6 +13,7 @@ class DeviceDense(DeviceCache):
 
     attends_to_some = False
     can_prefill_in_parts = True
+    takes_drafts = True
 
     def __init__(self, spec: LayerSpec, device: torch.device, _method: Any = None) -> None:
         super().__init__(spec, device)

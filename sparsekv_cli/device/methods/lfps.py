@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from sparsekv_cli.cache.spec import N_SINKS, Memory
-from sparsekv_cli.device.cache import UNLIMITED, CachePlan
+from sparsekv_cli.device.cache import CachePlan
 from sparsekv_cli.device.host import HostCache, HostWorker
 from sparsekv_cli.device.layers.prefill import softmax_on
+from sparsekv_cli.device.layers.store import UNLIMITED
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention.decode import Attended
 from sparsekv_cli.methods.lfps import LFPSCache

@@ -1,6 +1,6 @@
 """Quest on a device (methods/quest.py): whole pages, chosen by summaries of their keys."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from sparsekv_cli.kernels.quest.step import PageRules, step_rows
 class DeviceQuest(DeviceSelecting):
     """K, V and the summaries of one layer's whole pages. method: methods/quest.py Quest."""
 
+    takes_drafts = True
     takes_softcap = False
 
     def __init__(self, spec: LayerSpec, device: torch.device, method: Any) -> None:
@@ -23,6 +24,7 @@ class DeviceQuest(DeviceSelecting):
         self._n_page = 0  # whole pages that have their summaries
         self._hi, self._lo = (self._summaries(0) for _ in range(2))
         self._arrived = none_arrived(1, spec.n_head_kv, device)
+        self._arrived_of: dict[int, torch.Tensor] = {}  # by the rows of a step with a draft
 
     def _summaries(self, n_page: int) -> torch.Tensor:
         shape = (1, self.spec.n_head_kv, n_page, self.spec.head_dim)
@@ -68,6 +70,20 @@ class DeviceQuest(DeviceSelecting):
         self._k_max = max(1, self.budget_rows(n_max) // page)
         return CachePlan(self._k_max, n_max)
 
+    def most_rows(self, n: int) -> int:
+        """See StepContract. The row that completes a page is the last of its step."""
+        page = self.method.page
+        return super().most_rows(min(n, page - self.n % page))
+
+    def begin_draft(self, n: int, n_rows: int) -> Hashable:
+        if n_rows not in self._arrived_of:
+            self._arrived_of[n_rows] = none_arrived(n_rows, self.spec.n_head_kv, self.device)
+        return super().begin_draft(n, n_rows)
+
+    def batch_tensors(self, n: int) -> list[torch.Tensor]:
+        tensors = super().batch_tensors(n)
+        return [*tensors[:-1], self._arrived_of[n]] if self._is_draft else tensors
+
     def tensors(self) -> list[torch.Tensor]:
         return [*super().tensors(), self._hi, self._lo, self._arrived]
 
@@ -99,6 +115,12 @@ class DeviceQuest(DeviceSelecting):
         attended = N_SINKS + n_best * page + current
         n_bytes = spec.n_head_kv * (attended * self.store.row_bytes + n_page * 4 * spec.head_dim)
         return 2 * spec.n_head * n_page, spec.n_head * attended, n_bytes
+
+    def save_own(self) -> Any:
+        return (self._n_page,)
+
+    def take_back_own(self, own: Any) -> None:
+        (self._n_page,) = own
 
     def truncate(self, n: int) -> int:
         self._n_page = min(self._n_page, n // self.method.page)

@@ -14,14 +14,8 @@ import torch
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
 from sparsekv_cli.cpu.sals.queries import ROPE_BLOCK, damping
-from sparsekv_cli.device.cache import (
-    CachePlan,
-    DeviceCache,
-    DeviceInput,
-    DeviceStore,
-    attend_all,
-    count_dense,
-)
+from sparsekv_cli.device.cache import CachePlan, DeviceCache, DeviceInput, attend_all, count_dense
+from sparsekv_cli.device.layers.store import DeviceStore
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.sals import attention as latent_attention

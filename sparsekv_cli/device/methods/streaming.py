@@ -14,6 +14,8 @@ from sparsekv_cli.kernels.attention.rows import NewRow
 class DeviceStreaming(DeviceSelecting):
     """K and V of one layer. method: methods/streaming.py Streaming."""
 
+    takes_drafts = True
+
     def __init__(self, spec: LayerSpec, device: torch.device, method: Any) -> None:
         super().__init__(spec, device, method)
         if method.reposition:

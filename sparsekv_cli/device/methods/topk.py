@@ -2,6 +2,7 @@
 
 import torch
 
+from sparsekv_cli.cache.layer import rows_alike
 from sparsekv_cli.cache.spec import N_SINKS
 from sparsekv_cli.device.cache import CachePlan, DeviceInput, DeviceSelecting
 from sparsekv_cli.kernels.attention import select
@@ -11,6 +12,12 @@ from sparsekv_cli.kernels.attention.scores import score_rows
 
 class DeviceTopK(DeviceSelecting):
     """K and V of one layer. method: methods/topk.py TopK."""
+
+    takes_drafts = True
+
+    def most_rows(self, n: int) -> int:
+        first = self._recent_of(self.n + 1)  # the launches of a step have one such number
+        return super().most_rows(rows_alike(lambda n: self._recent_of(n) == first, self.n + 1, n))
 
     def is_dense_at(self, n: int) -> bool:
         return self.budget_rows(n) + N_SINKS >= n
