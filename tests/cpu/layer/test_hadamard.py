@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from layer_references import rotate_rows_ref
 
-from sparsekv_cli.cpu.layer.hadamard import block_of, rotate_rows, rotate_rows_ref
+from sparsekv_cli.cpu.layer.hadamard import block_of, rotate_rows
 
 
 @pytest.mark.parametrize(
