@@ -23,6 +23,7 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
     "quest, q8_0": ("quest", {"budget": "24", "page": "8", **Q8}),
     "windows": ("full", {}),
 }
+LONG = "windows", "streaming", "quest"  # the interpreter takes a minute
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 400, 60)]
 ROUNDING = 6e-3  # products of three rows and more round both factors to 11 bits
 
@@ -46,7 +47,10 @@ def counts(sequence: Sequence) -> list[dict[str, int]]:
     return [dict(ledger.counts) for ledger in ledgers]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=pytest.mark.nightly) if name in LONG else name for name in CASES],
+)
 def test_rows_of_a_draft_are_what_they_are_alone(case, tmp_path):
     """Of two lengths, to a page's end, and behind rows that were taken back."""
     path = model_of(tmp_path, case)

@@ -20,6 +20,7 @@ from checked_device import (
     checked,
     come_and_go,
     steps,
+    with_drafts,
     write_model,
 )
 from fake_cuda import FakeCuda
@@ -29,6 +30,7 @@ from sparsekv_cli.sampling.chain import make_sampler
 from sparsekv_cli.sampling.params import SamplingParams
 
 BATCHES = ("topk", "freekv", "lfps")
+DRAFTED = ("full", "topk", "streaming", "quest-q8")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,7 +49,8 @@ def plain(path: Path, request: pytest.FixtureRequest) -> dict[str, list[np.ndarr
     names = {test.callspec.params.get("method") for test in tests} & set(METHODS)
     with checked(path, None) as engine:
         of_batches = {f"batch of {n}": list(come_and_go(engine, n)) for n in names & {*BATCHES}}
-        return of_batches | {name: list(steps(engine, name)) for name in names}
+        drafts = {f"drafts of {n}": list(with_drafts(engine, n)) for n in names & {*DRAFTED}}
+        return of_batches | drafts | {name: list(steps(engine, name)) for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +87,14 @@ def test_sequences_that_come_and_go(method, engine, plain):
     """Each has its own length; behind a rewind of one, what was captured goes on."""
     launched = check(engine, come_and_go(engine, method), plain[f"batch of {method}"])
     assert (launched[N_STEPS + 1] == []) == (method != "freekv")  # which leaves its pages
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", DRAFTED)
+def test_drafts_and_steps_keep_their_captures(method, engine, plain):
+    """They alternate, and each is replayed. Rejected rows leave nothing."""
+    launched = check(engine, with_drafts(engine, method), plain[f"drafts of {method}"])
+    assert launched[-1] == []
 
 
 @pytest.mark.parametrize("method", ["full", "sals", "freekv", "lfps"])
