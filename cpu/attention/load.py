@@ -90,5 +90,4 @@ def widen_halves(source, count, target):
 
     @llvm.every(count, LANES)
     def body(j):
-        lanes = llvm.load_half_lanes(source + j * 2)
-        store(lanes, target + j * 4)
+        store(llvm.load_half_lanes(source + j * 2), target + j * 4)

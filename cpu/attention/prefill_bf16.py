@@ -62,8 +62,7 @@ def _narrow(kind, row, width, out):
 
     @llvm.every(width, LANES)
     def body(c):
-        lanes = wide_lanes(kind, row, c)
-        store(narrowed(lanes), out + c * 2)
+        store(narrowed(wide_lanes(kind, row, c)), out + c * 2)
 
 
 @emitter(kind=LITERAL)

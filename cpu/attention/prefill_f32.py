@@ -181,8 +181,7 @@ def _spread(row, n_panels, out, panel_bytes):
 
     @llvm.every(n_panels)
     def panel(p):
-        part = load(vec(F32, ROWS), row + p * (4 * ROWS))
-        store(part, out + p * panel_bytes)
+        store(load(vec(F32, ROWS), row + p * (4 * ROWS)), out + p * panel_bytes)
 
 
 @njit(cache=True, nogil=True)

@@ -64,9 +64,7 @@ def _count_above(keys, count, pivot):
             at = keys + j * 4
             new = []
             for i in range(n_vectors):
-                lanes = load(VI, at, 4 * LANES * i)
-                found = (lanes > limit).to(VI)
-                new.append(sums[i] - found)
+                new.append(sums[i] - (load(VI, at, 4 * LANES * i) > limit).to(VI))
             return new + sums[n_vectors:]
 
         return body

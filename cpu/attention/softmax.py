@@ -85,8 +85,7 @@ def max_of(scores, count):
     """Returns the largest of scores[0 .. count rounded up to 16) (f32)."""
 
     def body(j, best):
-        value = load(VF, scores + j * 4)
-        return [best[0].maxnum(value)]
+        return [best[0].maxnum(load(VF, scores + j * 4))]
 
     return llvm.max_lanes(llvm.loop(0, count, LANES, [const(F32, -np.inf)], body)[0])
 

@@ -38,8 +38,7 @@ def store_halves(source, target, count):
 
     @llvm.every(count, LANES)
     def body(j):
-        value = load(VF, source + j * 4)
-        store(value.to(vec(F16)), target + j * 2)
+        store(load(VF, source + j * 4).to(vec(F16)), target + j * 2)
 
 
 @emitter

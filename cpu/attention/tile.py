@@ -144,8 +144,7 @@ def _emit_scores(tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
         dots = llvm.sum_many(sums)
         for t in range(tile):
             at = out + (t * out_stride + j) * 4
-            part = dots.shuffle(range(t * n_keys, (t + 1) * n_keys))
-            store(part, at)
+            store(dots.shuffle(range(t * n_keys, (t + 1) * n_keys)), at)
 
 
 def _emit_values(tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
@@ -167,8 +166,7 @@ def _emit_values(tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
             ]
 
             def weight(t):
-                at = p + (t * p_stride + j) * 4
-                return load(F32, at).splat(VECTOR_LANES)
+                return load(F32, p + (t * p_stride + j) * 4).splat(VECTOR_LANES)
 
             def values(i):
                 if lines is not None:

@@ -61,8 +61,7 @@ def block_maxima(tile, q, dom, n_dom, n_block, best, best_stride):
         at = dom + i * n_bytes
         sums = _block_sums(tile, q, at, n_dom, at + AHEAD_SCAN)
         for t in range(tile):
-            row = t * best_stride + i
-            store(llvm.max_lanes(sums[t]), best + row * 4)
+            store(llvm.max_lanes(sums[t]), best + (t * best_stride + i) * 4)
 
 
 @emitter
@@ -73,13 +72,11 @@ def listed_scores(q, dom, n_dom, blocks, count, out):
 
     def address(i):
         i = select(i < last, i, last)
-        number = load(I32, blocks + i * 4).to(I64)
-        return dom + number * n_bytes
+        return dom + load(I32, blocks + i * 4).to(I64) * n_bytes
 
     @llvm.every(count)
     def block(i):
-        ahead = address(i + AHEAD_LISTED)
-        (scores,) = _block_sums(1, q, address(i), n_dom, ahead)
+        (scores,) = _block_sums(1, q, address(i), n_dom, address(i + AHEAD_LISTED))
         store(scores, out + i * (4 * BLOCK))
 
 

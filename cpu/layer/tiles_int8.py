@@ -106,8 +106,7 @@ def round_input(rows, x, tile, n):
             words = half.to(vec(I8)).bitcast(vec(I32, 4))
             for w in range(4):
                 store(words.lane(w), to, row * (4 * h + w))
-        number = i // BLOCK
-        at = number * row
+        at = (i // BLOCK) * row
         totals = [llvm.sum_lanes(half).to(I32) for half in block.halves]
         store(block.scale, scales + at)
         store(totals[0] + totals[1], sums32 + at)

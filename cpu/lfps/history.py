@@ -84,8 +84,7 @@ def _mask_above(entries, tau):
     word = I64(0)
     for part in range(BLOCK // LANES):
         values = load(VF, entries, 4 * LANES * part)
-        bits = (values > limit).bitcast(I16)
-        word = word | (bits.unsigned_to(I64) << (LANES * part))
+        word = word | ((values > limit).bitcast(I16).unsigned_to(I64) << (LANES * part))
     return word
 
 
@@ -289,8 +288,7 @@ def _power_changes(old, new, count):
     wide = vec(ir.DoubleType(), POWERS)
 
     def powers(array, j):
-        lanes = load(vec(F32, POWERS), array + j * 4)
-        x = lanes.to(wide)
+        x = load(vec(F32, POWERS), array + j * 4).to(wide)
         square = x * x
         return [x, square, square * x, square * square]
 

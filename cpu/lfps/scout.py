@@ -21,6 +21,7 @@ from numba import prange
 
 from sparsekv_cli.cpu.attention import byte_scores
 from sparsekv_cli.cpu.attention.byte_scores import LINE, MAX_HALF_QUERIES, largest_of_query
+from sparsekv_cli.cpu.attention.flash import larger
 from sparsekv_cli.cpu.attention.rows import F16, K_HEAD, K_KIND, K_ROW, K
 from sparsekv_cli.cpu.attention.select import select_largest
 from sparsekv_cli.cpu.attention.tile import PAD, tile_scores, widen_row
@@ -41,7 +42,6 @@ from sparsekv_cli.cpu.jit.value import (
     call_named,
     const,
     load,
-    select,
     store,
     vec,
 )
@@ -225,8 +225,7 @@ def _code_rows(rows, d, encode, encode_row, start, n_words, out):
             directions = load(VF, encode + at + c * encode_row)
             new = []
             for i, total in enumerate(sums):
-                place = rows + (d * i + c) * 4
-                new.append(load(F32, place).splat().fma(directions, total))
+                new.append(load(F32, rows + (d * i + c) * 4).splat().fma(directions, total))
             return new
 
         sums = llvm.loop(0, d, 1, [load(VF, start + at)] * ROWS, dim)
@@ -246,8 +245,7 @@ def _packed(codes, low, high):
     codes = codes.minnum(high)
     codes = codes.to(VI) + ZERO
     halves = [codes.shuffle([*range(i, i + 4), *range(i + 8, i + 12)]) for i in (0, 4)]
-    both = halves[0] | halves[1] << 4
-    return both.to(vec(I8, 8)).bitcast(vec(I32, 2))
+    return (halves[0] | halves[1] << 4).to(vec(I8, 8)).bitcast(vec(I32, 2))
 
 
 def find_rows_ref(query: np.ndarray, codes: np.ndarray, directions: np.ndarray) -> np.ndarray:
@@ -284,7 +282,7 @@ def _best_of_parts(queries, n_queries, parts, n_parts, n_words, out, out_row):
             for i, total in enumerate(of_query):
                 count = total.type.count
                 place = const(total.type, range(count * i, count * (i + 1))) + first.splat(count)
-                best[m] = _larger(total | place, best[m])
+                best[m] = larger(total | place, best[m])
         return best
 
     @llvm.every(n_parts)
@@ -297,11 +295,6 @@ def _best_of_parts(queries, n_queries, parts, n_parts, n_words, out, out_row):
             name = f"llvm.vector.reduce.smax.v{byte_scores.SUMS}i32"
             highest = call_named(name, I32, keys)
             store(highest, to + out_row * m)
-
-
-def _larger(x, y):
-    """Returns the larger integers of two vectors."""
-    return select(x > y, x, y)
 
 
 @njit(cache=True, nogil=True, forceinline=True)

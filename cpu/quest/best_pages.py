@@ -23,8 +23,7 @@ def _raise_to(scores, count, top, best):
     def chunk(c):
         at = c * 4
         to = best + at
-        score = load(VF, scores + at) - tops
-        store(larger(score, load(VF, to)), to)
+        store(larger(load(VF, scores + at) - tops, load(VF, to)), to)
 
 
 @njit(cache=True, nogil=True)

@@ -98,8 +98,7 @@ def _round(x, count, scale, zero, out, stride):
         words = narrow.bitcast(vec(I32, LANES // 4))
         first = c >> 2
         for i in range(LANES // 4):
-            to = out + stride * (first + i)
-            store(words.lane(i), to)
+            store(words.lane(i), out + stride * (first + i))
 
 
 @njit(cache=True, nogil=True)

@@ -66,8 +66,7 @@ def summarise_rows(meanstd, rows, row_bytes, count, d, hi, lo):
             ends = [row(I64(0)), row(I64(0))]
             high, low = llvm.loop(1, count, 1, ends, extend)
         else:
-            total = (llvm.loop(0, count, 1, [const(F32, 0.0)], add))[0]
-            mean = total * share
+            mean = llvm.loop(0, count, 1, [const(F32, 0.0)], add)[0] * share
 
             def deviate(j, sums):
                 deviation = row(j) - mean

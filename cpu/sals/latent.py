@@ -26,14 +26,13 @@ from sparsekv_cli.cpu.jit.value import LANES
 from sparsekv_cli.cpu.sals.values import head_bytes, quantize_head, read_head
 from sparsekv_cli.cpu.sals.vectors import (
     MAX_ROWS,
+    copy_words,
     cos_sin,
-    gather_words,
     join_bytes,
     multiply,
     multiply_pair,
     rotate_row,
     scatter_halves,
-    scatter_words,
 )
 from sparsekv_cli.cpu.vector.declared import f32, f64
 
@@ -223,8 +222,8 @@ def write_columns(z, tile, lane, record, words):
             high |= (byte + byte_scores.ZERO) << (8 * i)
             low |= ((x - (byte << 8)) & 255) << (8 * i)
         words[0, w], words[1, w] = np.int32(high), np.int32(low)
-    scatter_words(words[0].ctypes.data, n_words + 1, tile + 4 * lane, byte_scores.LINE)
-    scatter_words(words[1].ctypes.data, n_words, record, 4)
+    copy_words(words[0].ctypes.data, 4, n_words + 1, tile + 4 * lane, byte_scores.LINE)
+    copy_words(words[1].ctypes.data, 4, n_words, record, 4)
 
 
 @njit(cache=True, nogil=True)
@@ -316,7 +315,8 @@ def reconstruct_rows(chosen, slots, basis, latents, out):
     for j in range(count):
         i = np.int64(chosen[j])
         tile = latents.score + i // LANES * tile_bytes(n_words)
-        gather_words(tile + 4 * (i % LANES), byte_scores.LINE, n_words + 1, words.ctypes.data)
+        at = tile + 4 * (i % LANES)
+        copy_words(at, byte_scores.LINE, n_words + 1, words.ctypes.data, 4)
         record = latents.records + i * latents.record
         join_bytes(words.ctypes.data, record, float_of(words[n_words]), r_star, z[j].ctypes.data)
         widen_halves(record + 4 * n_words, r - r_star, z[j, r_star:].ctypes.data)

@@ -109,8 +109,7 @@ def _pack_turned(turned, n_words, tile):
     def word(w):
         at = turned + w * (4 * byte_scores.LINE)
         columns = [_rounded(load(VF, at, byte_scores.LINE * i)) for i in range(4)]
-        lanes = _packed(columns) ^ 0x80808080 - (1 << 32)
-        store(lanes, tile + w * byte_scores.LINE)
+        store(_packed(columns) ^ 0x80808080 - (1 << 32), tile + w * byte_scores.LINE)
 
 
 @emitter(n_rows=range(1, byte_scores.MAX_QUERIES + 1), unit=types.float32)

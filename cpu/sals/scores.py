@@ -54,8 +54,7 @@ def _score_pair(
         factor, shift = factor.splat(), load(F32, bias, 4 * m).splat()
         most = const(F32, float(MOST_BITS))
         for dot, scale in zip(dots, scales, strict=True):
-            score = dot.to(VF) * (scale * factor)
-            bits = larger(score + shift, const(F32, 0.0))
+            bits = larger((dot.to(VF) * (scale * factor)) + shift, const(F32, 0.0))
             bits = select(bits < most, bits, most)
             yield bits.to(VI).bitcast(VF)
 
@@ -68,8 +67,7 @@ def _score_pair(
         if made == SCORES:
             factor = load(F32, factors, 4 * LANES * m).splat()
             for i, dot in enumerate(dots):
-                score = dot.to(VF) * (scales[i] * factor)
-                store(score, place, 4 * LANES * i)
+                store(dot.to(VF) * (scales[i] * factor), place, 4 * LANES * i)
             continue
         for i, weight in enumerate(weights(m, dots)):
             if made == SUM_OF_HEADS:

@@ -99,8 +99,7 @@ def read_head(bits, source, d_v, out):
         minimum = load(F16, block, 2).to(F32).splat()
         for half in range(n_halves):
             value = _codes(bits, block, half).fma(scale, minimum)
-            at = out + c * 2
-            store(value.to(vec(F16)), at, 2 * LANES * half)
+            store(value.to(vec(F16)), out + c * 2, 2 * LANES * half)
 
     rest = d_v % GROUP
     ends_early = rest <= LANES

@@ -177,13 +177,12 @@ def scale_lanes(x, n_rows, factors):
 
 
 @emitter
-def gather_words(source, step, count, target):
-    """target[i] = the int32 at source + i step, i < count; addresses."""
+def copy_words(source, source_step, count, target, target_step):
+    """Copies the int32 at source + i source_step to target + i target_step, i < count."""
 
     @llvm.every(count)
     def body(i):
-        value = load(I32, source + i * step)
-        store(value, target + i * 4)
+        store(load(I32, source + i * source_step), target + i * target_step)
 
 
 @emitter(scale=types.float32)
@@ -201,16 +200,6 @@ def join_bytes(high, low, scale, count, target):
         x = x - (128 << 8)
         x = x.to(VF) * scale.splat()
         store(x, target + i * 4)
-
-
-@emitter
-def scatter_words(source, count, target, step):
-    """The int32 at target + i step = source[i], i < count; addresses."""
-
-    @llvm.every(count)
-    def body(i):
-        value = load(I32, source + i * 4)
-        store(value, target + i * step)
 
 
 @emitter

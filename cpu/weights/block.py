@@ -127,8 +127,7 @@ def nibbles(bytes_: Value) -> tuple[Value, Value]:
 
 def bits_of_i16(mask: Value, value: int) -> Value:
     """Returns <16 x i8> with ``value`` in the lanes whose bit is set in the i16 ``mask``."""
-    lanes = mask.bitcast(vec(I1))
-    return select(lanes, const(I8, value), const(I8, 0))
+    return select(mask.bitcast(vec(I1)), const(I8, value), const(I8, 0))
 
 
 def lookup16(table: tuple[int, ...], idx: Value) -> Value:

@@ -224,8 +224,7 @@ def _shifted(low: Value, high: Value, is_less: Value) -> list[Value]:
     lanes = [i // 8 for i in range(BYTES)]
     q = []
     for i, groups in enumerate(_groups("IQ1_S", low.unsigned_to(I16_32) | high)):
-        part = _part(one, i)
-        q.append((groups << 3) + part.shuffle(lanes))
+        q.append((groups << 3) + _part(one, i).shuffle(lanes))
     return q
 
 
@@ -246,8 +245,7 @@ def _iq1_m(p: Value) -> Block:
     tops = words >> 12 << [0, 4, 8, 12]
     first, second = (tops.shuffle(lanes) for lanes in ([0, 1], [2, 3]))
     pair = first | second
-    bits = pair.shuffle([0]) | pair.shuffle([1])
-    d = bits.bitcast(vec(F16, 1)).to(vec(F32, 1))
+    d = (pair.shuffle([0]) | pair.shuffle([1])).bitcast(vec(F16, 1)).to(vec(F32, 1))
     scales = words.shuffle([i // 4 for i in range(16)])
     scales = scales >> [0, 3, 6, 9] * 4
     high = _both_nibbles(load(vec(I8, 16), p, 32)).unsigned_to(I16_32)

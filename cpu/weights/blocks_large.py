@@ -23,8 +23,7 @@ def _q2_k(p: Value) -> Block:
     q = []
     for group in range(16):
         n, shift, half = group // 8, group // 2 % 4, group % 2
-        bits = load(vec(I8), p, 16 + 32 * n + 16 * half)
-        q.append(bits >> 2 * shift & 3)
+        q.append(load(vec(I8), p, 16 + 32 * n + 16 * half) >> 2 * shift & 3)
     offsets = -times(dmin, minimums.unsigned_to(VF))
     return Block(q, False, times(d, scales.unsigned_to(VF)), offsets)
 
@@ -127,8 +126,7 @@ def _tq1_0(p: Value) -> Block:
     second = [bytes_[2] * 3**n for n in range(5)]
     q = []
     for digits in [*first, *second, four * powers]:
-        wide = digits.unsigned_to(vec(I16)) * 3
-        q.append((wide >> 8).to(vec(I8)) - 1)
+        q.append(((digits.unsigned_to(vec(I16)) * 3) >> 8).to(vec(I8)) - 1)
     return Block(q, True, d.shuffle([0] * 8))
 
 
@@ -138,8 +136,7 @@ def _tq2_0(p: Value) -> Block:
     q = []
     for group in range(16):
         n, shift, half = group // 8, group // 2 % 4, group % 2
-        bits = load(vec(I8), p, 32 * n + 16 * half) >> 2 * shift
-        q.append((bits & 3) - 1)
+        q.append(((load(vec(I8), p, 32 * n + 16 * half) >> 2 * shift) & 3) - 1)
     return Block(q, True, d.shuffle([0] * 8))
 
 

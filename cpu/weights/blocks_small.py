@@ -144,8 +144,7 @@ def power_of_two(exponents: Value) -> Value:
     e = exponents.unsigned_to(vec(I32, n))
     normal = e - 1 << 23
     subnormal = 0x00200000 << e
-    bits = select(e.below(2), subnormal, normal)
-    return bits.bitcast(vec(F32, n))
+    return select(e.below(2), subnormal, normal).bitcast(vec(F32, n))
 
 
 def _mxfp4(p: Value) -> Block:
@@ -168,8 +167,7 @@ def _q2_0(p: Value) -> Block:
     (d,) = halves(p, 0)
     bytes_ = load(vec(I8), p, 2)
     shifts = ir.Constant(vec(I8, 64), [0, 2, 4, 6] * 16)
-    bits = bytes_.shuffle([i // 4 for i in range(64)]) >> shifts
-    q = (bits & 3) - 1
+    q = ((bytes_.shuffle([i // 4 for i in range(64)]) >> shifts) & 3) - 1
     return Block([q], True, d.shuffle([0] * 2))
 
 

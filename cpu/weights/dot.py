@@ -122,8 +122,7 @@ def _row_dequantize(code, target, w, out, n):
         @llvm.every(n, 1, n_blocks * LANES)
         def tail(i: Value) -> None:
             p = w + i * (format_.n_bytes // LANES)
-            value = _scalar_weight(format_, p)
-            store(_narrow(value, target), out + i * size)
+            store(_narrow(_scalar_weight(format_, p), target), out + i * size)
 
 
 @njit(cache=True, nogil=True)

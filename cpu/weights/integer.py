@@ -242,8 +242,7 @@ def emit_row(
     dots = []
     for j in range(0, len(carried), width):
         first, second, third, fourth, offset = carried[j : j + width]
-        vector = first + second + (third + fourth)
-        dots.append(llvm.sum_lanes(vector) + offset)
+        dots.append(llvm.sum_lanes(first + second + (third + fourth)) + offset)
     return dots
 
 

@@ -218,8 +218,7 @@ def emit_row(
         p = w + i * format_.n_bytes
         block = _decode(format_, p, count)
         ahead = range(AHEAD, AHEAD + count * format_.n_bytes, LINE)
-        addresses = [p + n for n in ahead]
-        lines = llvm.Prefetches(addresses, n_planes * len(block.q))
+        lines = llvm.Prefetches([p + n for n in ahead], n_planes * len(block.q))
         at = i * format_.n_elements  # element
         sums = []
         for j, inputs in enumerate(rows):

@@ -26,13 +26,8 @@ def rotate_pair(a, b, cosines, sines, out_a, out_b):
 
 
 @njit
-def gather_words(source, step, count, target):
-    vectors.gather_words(source, step, count, target)
-
-
-@njit
-def scatter_words(source, count, target, step):
-    vectors.scatter_words(source, count, target, step)
+def copy_words(source, source_step, count, target, target_step):
+    vectors.copy_words(source, source_step, count, target, target_step)
 
 
 @njit
@@ -157,8 +152,8 @@ def test_words_and_bytes():
     rng = np.random.default_rng(0)
     words = rng.integers(-(2**31), 2**31, 5).astype(np.int32)
     apart, back = np.zeros((6, 7), np.int32), np.zeros(6, np.int32)
-    scatter_words(address(words), 5, address(apart), apart.strides[0])
-    gather_words(address(apart), apart.strides[0], 5, address(back))
+    copy_words(address(words), 4, 5, address(apart), apart.strides[0])
+    copy_words(address(apart), apart.strides[0], 5, address(back), 4)
     np.testing.assert_array_equal(apart[:5, 0], words)
     np.testing.assert_array_equal(back, [*words, 0])
     assert not apart[5].any() and not apart[:, 1:].any()
