@@ -268,6 +268,7 @@ MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     ),
     "documents": of_trained(partial(trained_script, "bench/serve", "documents")),
     "greedy": of_trained(partial(trained_script, TRUTH, "greedy", may_end_with=1)),
+    "mass": of_trained(partial(trained_script, "budget/mass", "mass")),
     "memory": of_trained(peak_memory),
     "near_ties": of_trained(partial(trained_script, "accuracy/near_ties", "near_ties")),
     "neighbours": of_trained(partial(trained_script, "budget/neighbours", "neighbours")),
@@ -277,6 +278,9 @@ MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "perplexity": of_trained(partial(trained_script, TRUTH, "perplexity", may_end_with=1)),
     "reading": of_trained(partial(trained_script, "reading/profile", "reading")),
     "reading_choice": of_trained(partial(trained_script, "reading/choices", "reading_choice")),
+    "reading_precision": of_trained(
+        partial(trained_script, "reading/precision", "reading_precision")
+    ),
     "reading_depth": of_trained(partial(trained_script, "reading/depth", "reading_depth")),
     "real_accuracy": of_trained(trained_accuracy),
     "real_at_depth": of_trained(partial(held_out, "depth_methods", "real_at_depth")),
