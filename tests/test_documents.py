@@ -177,10 +177,10 @@ def numbers(value: Any) -> Iterator[float]:
 
 
 def is_in(shown: str, figures: list[float]) -> bool:
-    """Whether a figure, rounded as it is shown, is ``shown``."""
+    """Whether a figure, rounded as it is shown, is ``shown``, which has no sign."""
     decimals = len(shown.partition(".")[2])
     close = 0.5 * 10.0**-decimals + 1e-9
-    return any(abs(figure - float(shown)) <= close for figure in figures)
+    return any(abs(abs(figure) - float(shown)) <= close for figure in figures)
 
 
 def shown_numbers(text: str) -> list[str]:
