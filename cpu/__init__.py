@@ -1,4 +1,4 @@
-"""Multicore CPU kernels in numba and LLVM vector IR."""
+"""Multicore CPU kernels (numba, LLVM vector IR), each with a numpy reference in the same file."""
 
 import os
 import sys

@@ -361,3 +361,23 @@ def score_rows(q, layout, n, n_kv_head, scale, out, n_threads):
                     )  # fmt: skip
                     for t in range(end - h):
                         put(out[h + t, start : start + size], part[t])
+
+
+def attend_rows_ref(q, k, v, rows, scale, softcap=0.0, sinks=None):
+    """Returns f64 (H, d_v) for q (H, d), k (G, n, d), v (G, n, d_v) and a row list a head."""
+    group = q.shape[0] // k.shape[0]
+    out = np.empty((q.shape[0], v.shape[2]))
+    for h, row in enumerate(rows):
+        s = k[h // group, row].astype(np.float64) @ q[h].astype(np.float64) * scale
+        s = softcap * np.tanh(s / softcap) if softcap else s
+        sink = -np.inf if sinks is None else np.float64(sinks[h])
+        peak = max(s.max(), sink)
+        p = np.exp(s - peak)
+        out[h] = p @ v[h // group, row].astype(np.float64) / (p.sum() + np.exp(sink - peak))
+    return out
+
+
+def attend_dense_ref(q, k, v, scale, softcap=0.0, sinks=None):
+    """Returns ``attend_rows_ref`` over all rows."""
+    rows = [np.arange(k.shape[1])] * q.shape[0]
+    return attend_rows_ref(q, k, v, rows, scale, softcap, sinks)

@@ -55,3 +55,24 @@ def soften_rows(
 
     best = softened(load(lanes, top))
     store(larger(best, load(lanes, peak)), top)
+
+
+def attend_causal_ref(q, k, v, scale, window=ALL_ROWS, softcap=0.0, sinks=None):
+    """Returns f64 (H, T, d_v) for q (H, T, d), k (G, n, d), v (G, n, d_v), all of them floats.
+
+    A row attends to the last ``window`` rows, its own included. Scores become softcap tanh(score /
+    softcap). sinks (H,): a score of each head that takes part in the softmax and has no value.
+    """
+    group, n, n_new = q.shape[0] // k.shape[0], k.shape[1], q.shape[1]
+    k, v = (np.repeat(x.astype(np.float64), group, axis=0) for x in (k, v))
+    scores = scale * q.astype(np.float64) @ k.transpose(0, 2, 1)
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    own = np.arange(n - n_new, n)[:, None]
+    visible = (np.arange(n) <= own) & (np.arange(n) > own - window)
+    scores = np.where(visible, scores, -np.inf)
+    peak = scores.max(-1, keepdims=True)
+    sink = -np.inf if sinks is None else np.asarray(sinks, np.float64)[:, None, None]
+    peak = np.maximum(peak, sink)
+    weights = np.exp(scores - peak)
+    return weights @ v / (weights.sum(-1, keepdims=True) + np.exp(sink - peak))

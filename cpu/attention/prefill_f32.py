@@ -6,8 +6,7 @@ task's own scratch, in the L2 cache. All query rows of the task attend to the bl
 at a time, one a lane. The layouts are: q (d, WIDTH), scores and weights (keys, WIDTH), and sums of
 values (d_v, WIDTH). So maximum, exponential and rescaling need nothing across lanes. Both matrix
 products are one function: ROWS numbers of K (or V) each multiply a vector of q (or weights).
-A row attends to the last ``window`` rows, its own included. Scores become softcap tanh(score /
-softcap). A head's sink is a score that takes part in the softmax and has no value.
+Windows, softcaps and sinks: see attend_causal_ref.
 """
 
 from __future__ import annotations

@@ -261,3 +261,14 @@ def select_rows(scores, n, n_sinks, n_recent, k, out):
         select_largest(keys, n_middle, k - n_recent, best)
         for j in range(k - n_recent):
             best[j] += n_sinks
+
+
+def select_rows_ref(scores, n, n_sinks, n_recent, k):
+    """numpy reference: returns each list's rows as one sorted array."""
+    middle = np.arange(n_sinks, n - n_recent)
+    rows = []
+    for row in scores:
+        best = middle[np.argsort(-row[middle], kind="stable")[: k - n_recent]]
+        forced = np.concatenate([np.arange(n_sinks), np.arange(n - n_recent, n)])
+        rows.append(np.sort(np.concatenate([forced, best])))
+    return np.stack(rows)

@@ -10,7 +10,9 @@ import numpy as np
 from numba import carray
 
 from sparsekv_cli.cpu.experts.routing import (
+    NO_BIAS,
     group_rows,
+    route_ref,
     route_row,
     sigmoid_product,
     weigh_row,
@@ -258,3 +260,21 @@ def next_expert_layer(at, mixture_at, following, attended, n_rows, n_threads):
     add_experts(at, mixture_at, n_rows, n_threads)
     if following:
         project_qkv(following, n_rows, n_threads)
+
+
+def experts_ref(
+    normed, router, gates, ups, downs, n_used, normalised, bias=NO_BIAS, given=None, scale=None
+) -> np.ndarray:
+    """numpy reference of the chosen experts' sum: normed (B, n_embd), f64 of the same shape.
+
+    given: the experts' inputs; None: normed. scale (experts,): factors of their results; None: 1.
+    router (experts, n_embd); gates, ups (experts, n_ff, n_embd); downs (experts, n_embd, n_ff).
+    """
+    chosen, weights = route_ref(normed @ router.T, bias, n_used, normalised, len(bias) > 0)
+    out = np.zeros(normed.shape)
+    weights = weights if scale is None else weights * scale[chosen]
+    for b, row in enumerate(normed if given is None else given):
+        for e, weight in zip(chosen[b], weights[b], strict=True):
+            gate = gates[e] @ row
+            out[b] += weight * (downs[e] @ (gate / (1 + np.exp(-gate)) * (ups[e] @ row)))
+    return out

@@ -100,6 +100,30 @@ def route_rows(logits, bias, sigmoid, normalised, groups, chosen, weights, n_thr
             route_row(logits[t], bias, sigmoid, normalised, groups, chosen[t], weights[t])
 
 
+def route_ref(
+    logits: np.ndarray,
+    bias: np.ndarray,
+    n_used: int,
+    normalised: bool,
+    sigmoid: bool = False,
+    groups: tuple[int, int] = ALL_GROUPS,
+) -> tuple[np.ndarray, np.ndarray]:
+    """numpy reference: returns each row's experts, best first (T, used), and their weights."""
+    shifted = np.exp(logits - logits.max(1, keepdims=True))
+    shares = shifted / shifted.sum(1, keepdims=True)
+    if sigmoid:
+        shares = 1 / (1 + np.exp(-logits))
+    order = -(shares + bias) if len(bias) else -shares
+    of_group = np.sort(order.reshape(len(order), groups[0], -1), axis=2)[..., :2].sum(2)
+    worse = np.argsort(of_group, axis=1, kind="stable")[:, groups[1] :]
+    np.put_along_axis(order.reshape(len(order), groups[0], -1), worse[..., None], np.inf, axis=1)
+    chosen = np.argsort(order, axis=1, kind="stable")[:, :n_used]
+    weights = np.take_along_axis(shares, chosen, axis=1)
+    if normalised:
+        weights = weights / np.maximum(weights.sum(1, keepdims=True), LEAST_SUM)
+    return chosen, weights
+
+
 @njit(cache=True, nogil=True)
 def group_rows(chosen, offsets, rows, places):
     """Sorts the pairs of a row and one of its experts by expert, then by row.
@@ -121,6 +145,15 @@ def group_rows(chosen, offsets, rows, places):
     for e in range(offsets.shape[0] - 1, 0, -1):  # offsets[e] is now the end of expert e's pairs
         offsets[e] = offsets[e - 1]
     offsets[0] = 0
+
+
+def group_ref(chosen: np.ndarray, n_expert: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """numpy reference of ``group_rows``: offsets, rows, places."""
+    order = np.argsort(chosen.reshape(-1), kind="stable")
+    places = np.empty(chosen.size, np.int64)
+    places[order] = np.arange(chosen.size)
+    offsets = np.searchsorted(chosen.reshape(-1)[order], np.arange(n_expert + 1))
+    return offsets, order // chosen.shape[1], places.reshape(chosen.shape)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)

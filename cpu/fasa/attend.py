@@ -33,3 +33,18 @@ def attend_split_rows(q_rest, rest, v, rows, scores, scale, softcap, sink, out):
     keep(dots)
     for c in range(out.shape[0]):
         out[c] /= mass
+
+
+def attend_split_rows_ref(q, dom, rest, v, dims, rows, scale, softcap=0.0, sink=-np.inf):
+    """numpy f64 reference for one kv head, with K joined.
+
+    q (d,), dom (blocks, n_dom, 16), rest (n, d - n_dom), v (n, d_v).
+    """
+    dominant = dom.swapaxes(1, 2).reshape(-1, dom.shape[1])[rows]
+    keys = np.empty((len(rows), len(dims)))
+    keys[:, dims] = np.concatenate([dominant, rest[rows]], axis=1)
+    scores = keys @ q.astype(np.float64) * scale
+    scores = softcap * np.tanh(scores / softcap) if softcap else scores
+    peak = max(scores.max(), np.float64(sink))
+    weights = np.exp(scores - peak)
+    return weights @ v[rows].astype(np.float64) / (weights.sum() + np.exp(sink - peak))

@@ -111,6 +111,14 @@ def score_chunks(q, dom, n, best, n_threads):
         score_pieces(counter, q, dom, n_split, best)
 
 
+def score_chunks_ref(q, dom):
+    """numpy reference: q (H, n_dom), dom f16 (G, b, n_dom, 16) -> scores of all, f64 (H, 16 b)."""
+    n_kv_head = dom.shape[0]
+    keys = dom.astype(np.float64).swapaxes(2, 3).reshape(n_kv_head, -1, dom.shape[2])
+    keys = np.repeat(keys, q.shape[0] // n_kv_head, axis=0)
+    return np.einsum("hc,hnc->hn", q.astype(np.float64), keys)
+
+
 # --- selection ------------------------------------------------------------------------------------
 
 
@@ -192,6 +200,14 @@ def choose_rows(q, dom, best, n, n_sinks, n_recent, rows, scores):
         scores[n_sinks + j] = candidates[chosen[j]]
         row = BLOCK * opened[chosen[j] // BLOCK] + chosen[j] % BLOCK
         chosen[j] = min(max(row, low), high - 1)  # NaN scores have no order
+
+
+def choose_rows_ref(scores, n, n_sinks, n_recent, k):
+    """numpy reference: returns the rows of one head, from its scores (>= n,)."""
+    middle = np.arange(n_sinks, n - n_recent)
+    best = middle[np.argsort(-scores[middle], kind="stable")[: k - n_sinks - n_recent]]
+    forced = [*range(n_sinks), *range(n - n_recent, n)]
+    return np.sort(np.concatenate([best, forced])).astype(np.int32)
 
 
 @njit(cache=True, nogil=True)

@@ -5,6 +5,7 @@ by dim. Sixteen scores are one vector, and nothing is summed across lanes. Krest
 dims. It is gathered only, so it lies by rows, as V does. f16 are moved as u16, bit for bit.
 """
 
+import numpy as np
 from numba import prange
 
 from sparsekv_cli.cpu.jit.kernel import njit
@@ -59,3 +60,12 @@ def join_keys(dom, rest, n, dims, k):
         head, part = task // n_part, task % n_part
         last = min(n, PIECE * (part + 1))
         _join_rows(dom[head], rest[head], dims[head], PIECE * part, last, k[head])
+
+
+def split_keys_ref(k, dims, n_dom):
+    """numpy reference: k (G, n, d) -> dom (G, ceil(n / 16), n_dom, 16), rest (G, n, d - n_dom)."""
+    permuted = np.stack([rows[:, order] for rows, order in zip(k, dims, strict=True)])
+    n_head, n = k.shape[:2]
+    dom = np.zeros((n_head, -(-n // BLOCK) * BLOCK, n_dom), k.dtype)
+    dom[:, :n] = permuted[:, :, :n_dom]
+    return dom.reshape(n_head, -1, BLOCK, n_dom).swapaxes(2, 3), permuted[:, :, n_dom:]

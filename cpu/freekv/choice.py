@@ -74,3 +74,13 @@ def _best_pooled(scores, n, n_best, softcap, chosen):
     keys = np.empty(n, np.int32)
     order_keys(pooled, keys, n)
     select_largest(keys, n, n_best, chosen)
+
+
+def choose_pages_ref(q, hi, lo, first, end, n_best, scale, softcap=0.0):
+    """numpy reference in f64: q (group, d), hi, lo (n_page, d) floats; also the pooled scores."""
+    q, hi, lo = (x.astype(np.float64) for x in (q, hi[first:end], lo[first:end]))
+    scores = scale * (np.maximum(q, 0) @ hi.T + np.minimum(q, 0) @ lo.T)
+    scores = softcap * np.tanh(scores / softcap) if softcap else scores
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    pooled = (weights / weights.sum(1, keepdims=True)).mean(0)
+    return first + np.sort(np.argsort(-pooled, kind="stable")[:n_best]), pooled

@@ -273,6 +273,17 @@ def group_summaries(pages, first, last, meanstd):
             store_halves(bottom.ctypes.data, pages.group_lo[g, i].ctypes.data, d)
 
 
+def group_summaries_ref(hi, lo, meanstd):
+    """numpy reference in f64: hi, lo f16 (G, n_page, d) of whole groups -> (G, groups, d) each."""
+    hi, lo = (x.astype(np.float64).reshape(x.shape[0], -1, GROUPED, x.shape[2]) for x in (hi, lo))
+    if not meanstd:
+        return hi.max(2), lo.min(2)
+    mean, std = (hi + lo) / 2, (hi - lo) / 2
+    middle = mean.mean(2)
+    spread = np.sqrt(np.maximum((mean**2 + std**2).mean(2) - middle**2, 0))
+    return middle + spread, middle - spread
+
+
 def _words(rows: np.ndarray) -> np.ndarray:
     """Returns K or V of a store as uint64 (G, room): each head's rows lie end to end."""
     words = rows.view(np.uint64)

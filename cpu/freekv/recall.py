@@ -141,6 +141,13 @@ def mean_cosine(q, previous):
     return total / q.shape[0]
 
 
+def mean_cosine_ref(q, previous):
+    """numpy reference in f64."""
+    q, previous = q.astype(np.float64), previous.astype(np.float64)
+    sizes = np.linalg.norm(q, axis=1) * np.linalg.norm(previous, axis=1)
+    return ((q * previous).sum(1) / np.where(sizes > 0, sizes, 1)).mean()
+
+
 @njit(cache=True, nogil=True)
 def resident_rows(pages, g, n, window, n_sink, n_ring, rows, positions):
     """Lists kv head g's resident rows in order of their positions; returns their number.

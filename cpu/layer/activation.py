@@ -85,3 +85,17 @@ def gate_one(activation, g, u):
     elif activation == SQUARED:
         return max(g, np.float32(0)) ** 2
     return g / (np.float32(1) + np.exp(-s)) * u
+
+
+def gate_ref(activation: int, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """numpy reference of ``gate_lanes`` in the type of its arguments."""
+    if activation == CLAMPED:
+        gate, up = np.minimum(gate, CLAMP), np.clip(up, -CLAMP, CLAMP) + 1
+        return gate / (1 + np.exp(-CLAMPED_SLOPE * gate)) * up
+    if activation == GELU:
+        return gate / (1 + np.exp(-gate * (SLOPE + CUBIC * gate**2))) * up
+    if activation == SIGMOID:
+        return up / (1 + np.exp(-gate))
+    if activation == SQUARED:
+        return np.maximum(gate, 0) ** 2
+    return gate / (1 + np.exp(-gate)) * up

@@ -49,3 +49,13 @@ def rotate_rows(x, d, block, n_threads):
     for part in prange(n_threads):
         for row in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
             rotate_row(x[row], d, block)
+
+
+def rotate_rows_ref(x: np.ndarray) -> np.ndarray:
+    """Returns the product of x (..., d) with the matrix, in f64."""
+    d = x.shape[-1]
+    matrix = np.ones((1, 1))
+    while len(matrix) < block_of(d):
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    blocks = x.astype(np.float64).reshape(*x.shape[:-1], -1, len(matrix))
+    return (blocks @ matrix / np.sqrt(len(matrix))).reshape(x.shape)

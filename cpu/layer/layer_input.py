@@ -10,7 +10,7 @@ from numba import prange
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.jit.value import LANES
-from sparsekv_cli.cpu.layer.activation import gate_lanes
+from sparsekv_cli.cpu.layer.activation import gate_lanes, gate_ref
 from sparsekv_cli.cpu.layer.decode import add_rows
 from sparsekv_cli.cpu.layer.products import ROWS, multiply
 from sparsekv_cli.cpu.layer.rows import rms_norm, rounded, widen
@@ -48,6 +48,12 @@ def gate_inputs(projected, norm, eps, embedded, gate, activation, out, n_threads
             gate_lanes(work, activation, at, made.ctypes.data, at, n)
             for c in range(n):
                 out[t, c] = rounded(out, gates[c])
+
+
+def gate_inputs_ref(projected, norm, eps, embedded, gate, activation) -> np.ndarray:
+    """numpy reference of ``gate_inputs``, f32 or wider."""
+    normed = projected / np.sqrt((projected**2).mean(-1, keepdims=True) + eps) * norm
+    return gate_ref(activation, gate, (normed + embedded) / np.sqrt(2))
 
 
 @njit(cache=True, nogil=True)

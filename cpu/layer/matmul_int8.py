@@ -35,6 +35,7 @@ from sparsekv_cli.cpu.layer.tiles_int8 import (
     tile_bytes,
 )
 from sparsekv_cli.cpu.weights import vnni
+from sparsekv_cli.cpu.weights.dot import matvec_ref
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
 
 PANEL_COLUMNS = 768  # most columns of a panel: three blocks of the largest formats, 18 KiB
@@ -319,3 +320,14 @@ def multiply(table, offsets, rows, x, out, n_threads):
     counter = np.zeros(1, np.int64)
     for _thread in prange(n_threads):
         _multiply_tasks(counter, table, spans, n_groups, tiles, n, out, n_threads)
+
+
+def multiply_ref(
+    matrices: Sequence[tuple[int, np.ndarray]], offsets: np.ndarray, rows: np.ndarray, x: np.ndarray
+) -> np.ndarray:
+    """Reference: f32 (pairs, rows of an expert) from gguf's own dequantisation, summed in f64."""
+    parts = []
+    for e, own in enumerate(np.split(x[rows], offsets[1:-1])):
+        weights = [(code, np.split(w, len(offsets) - 1)[e]) for code, w in matrices]
+        parts.append(np.hstack([matvec_ref(code, w, x.shape[1], own.T).T for code, w in weights]))
+    return np.concatenate(parts)

@@ -193,3 +193,14 @@ class RowSums:
     def nbytes(self) -> int:
         kept = {id(moments): moments for moments in (*self._now, *self._earlier)}
         return sum(array.nbytes for moments in kept.values() for array in moments)
+
+
+def mean_and_covariance_ref(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns mean (G, d) and covariance (G, d, d) of rows (G, n, d), in f64."""
+    rows = rows.astype(np.float64)
+    mean, centre = rows.mean(1), rows[:, :BLOCK].mean(1)
+    later = rows[:, SAMPLED_FROM::EVERY] - centre[:, None]
+    centred = np.concatenate([rows[:, :SAMPLED_FROM] - centre[:, None], 2 * later], axis=1)
+    off = mean - centre
+    covariance = np.einsum("gni,gnj->gij", centred, centred) / rows.shape[1]
+    return mean, covariance - off[:, :, None] * off[:, None]

@@ -40,6 +40,7 @@ from sparsekv_cli.cpu.jit.value import (
     vec,
 )
 from sparsekv_cli.cpu.layer.hadamard import rotate_row
+from sparsekv_cli.cpu.quest.pages import page_summaries_ref
 
 PAGE = 8  # rows that are chosen together
 LARGEST = 127  # of a rounded number
@@ -130,7 +131,7 @@ def _code_tile(layout, head, tile, rotated, centre, codes, scales):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def code_pages(layout, first, last, rotated, centre, codes, scales, n_threads):
-    """Codes the pages of tiles first..last - 1 of every kv head.
+    """Codes the pages of tiles first..last - 1 of every kv head; see ``code_pages_ref``.
 
     layout: of the rows (attention/rows.py). rotated: the first elements of a stored key, which are
     rotated; 0: none. centre f32 (G, width). codes uint8 (G, >= last, words, 16, 4);
@@ -142,6 +143,18 @@ def code_pages(layout, first, last, rotated, centre, codes, scales, n_threads):
         for task in tasks_of(counter, n_head * (last - first)):
             tile = first + task // n_head
             _code_tile(layout, task % n_head, tile, rotated, centre, codes, scales)
+
+
+def code_pages_ref(keys, centre):
+    """numpy reference: returns codes and scales of keys f32 (G, n, d), n of whole tiles."""
+    hi, lo = page_summaries_ref(keys, PAGE, True)
+    mean, deviation = (hi + lo) / 2, (hi - lo) / 2
+    summary = np.concatenate([mean - centre[:, None], deviation], 2)
+    scales = np.maximum(np.abs(summary).max(2) / LARGEST, SMALLEST)
+    codes = np.rint(summary / scales[:, :, None])
+    codes[:, :, : keys.shape[2]] += ZERO
+    tiles = codes.astype(np.uint8).reshape(len(keys), -1, LANES, summary.shape[2] // 4, 4)
+    return tiles.swapaxes(2, 3), scales.reshape(len(keys), -1, LANES)
 
 
 # --- scores ---------------------------------------------------------------------------------------
@@ -166,6 +179,14 @@ def round_queries(q, queries, starts, factors):
                 queries[g, r, c], queries[g, r, width + c] = value, abs(value)
                 total += value
             starts[g, r], factors[g, r] = -ZERO * total, factor
+
+
+def round_queries_ref(q):
+    """numpy reference: returns the three arrays."""
+    factors = np.maximum(np.abs(q).max(2), SMALLEST) / np.float32(LARGEST)
+    rounded = np.rint(q / factors[:, :, None]).astype(np.int8)
+    starts = -ZERO * rounded.sum(2, dtype=np.int32)
+    return np.concatenate([rounded, np.abs(rounded)], 2), starts, factors
 
 
 @emitter(n_queries=range(1, MAX_QUERIES + 1))
@@ -222,3 +243,12 @@ def score_pages(queries, starts, factors, codes, scales, n_page, out, tops, n_th
     counter = np.zeros(1, np.int64)
     for _thread in prange(n_threads):
         _score_tasks(counter, queries, starts, factors, codes, scales, n_page, out, tops)
+
+
+def score_pages_ref(queries, starts, factors, codes, scales):
+    """numpy reference: scores f32 (G, R, pages)."""
+    n_head, n_tiles = codes.shape[:2]
+    flat = codes.swapaxes(2, 3).reshape(n_head, n_tiles * LANES, -1).astype(np.int64)
+    dots = queries.astype(np.int64) @ flat.swapaxes(1, 2) + starts[:, :, None]
+    of_pages = scales.reshape(n_head, 1, -1) * factors[:, :, None]
+    return dots.astype(np.float32) * of_pages

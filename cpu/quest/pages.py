@@ -57,7 +57,10 @@ def summarise_rows(meanstd, rows, row_bytes, count, d, hi, lo):
             return llvm.load_half_lanes(first + j * row_bytes)
 
         def extend(j, ends):
-            return [ends[0].maxnum(row(j)), ends[1].minnum(row(j))]
+            return [
+                ends[0].maxnum(row(j)),
+                ends[1].minnum(row(j)),
+            ]
 
         def add(j, sums):
             return [sums[0] + row(j)]
@@ -254,3 +257,27 @@ def select_pages(scores, n_page, n_best, page, n, n_sinks, softcap, idx, counts,
     n_best = min(n_best, n_page)
     for _thread in prange(1 if scores.shape[0] * n_page < ONE_THREAD_BELOW else n_threads):
         _select_of_heads(counter, scores, n_page, n_best, page, n, n_sinks, softcap, idx, counts)
+
+
+def select_pages_ref(scores, n_kv_head, n_best, page, n, n_sinks, softcap=0.0):
+    """numpy reference: one ascending int array a kv head; scores (H, n_page)."""
+    n_head, n_page = scores.shape
+    pooled = np.zeros((n_kv_head, n_page))
+    if n_page:
+        scores = scores.astype(np.float64)
+        scores = softcap * np.tanh(scores / softcap) if softcap else scores
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        weights /= weights.sum(1, keepdims=True)
+        pooled = weights.reshape(n_kv_head, n_head // n_kv_head, n_page).mean(1)
+    return listed_rows_ref(pooled, n_best, page, n, n_sinks)
+
+
+def listed_rows_ref(pooled, n_best, page, n, n_sinks):
+    """numpy reference: one ascending int array a kv head; pooled (G, n_page)."""
+    lists, n_page = [], pooled.shape[1]
+    for scores in pooled:
+        chosen = np.argsort(-scores, kind="stable")[:n_best]
+        pages = [np.arange(j * page, (j + 1) * page) for j in chosen]
+        forced = [np.arange(min(n_sinks, n)), np.arange(n_page * page, n)]
+        lists.append(np.unique(np.concatenate([*pages, *forced])))
+    return lists

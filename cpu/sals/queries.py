@@ -48,6 +48,47 @@ def damping(theta: np.ndarray, block: int) -> np.ndarray:
     return np.where(half_width < np.pi, np.sinc(half_width / np.pi), 0).astype(np.float32)
 
 
+def brope_ref(
+    q_nope: np.ndarray,
+    position: int,
+    latents: np.ndarray,
+    first: int,
+    decode: np.ndarray,
+    theta: np.ndarray,
+    rope_scale: float,
+    block: int,
+) -> np.ndarray:
+    """Returns scores (H, n) before 1/sqrt(d), block by block, of q_nope (H, d) at ``position``.
+
+    latents (n, r*): of the positions from ``first`` on; decode D[:, :r*] (G d, r*). With block = 1
+    and r* = G d the scores are the exact q . k.
+    """
+    n_head, d = q_nope.shape
+    n_kv = len(decode) // d
+    half = len(theta)
+    factor = np.ones(d)
+    factor[: 2 * half] = rope_scale**2 * np.tile(damping(theta, block).astype(float), 2)
+    scores = np.empty((n_head, len(latents)))
+    for start in range(0, len(latents), block):
+        angles = (position - (first + start + (block - 1) / 2)) * theta
+        a, b = q_nope[:, :half], q_nope[:, half : 2 * half]
+        cos, sin = np.cos(angles), np.sin(angles)
+        turned = np.concatenate([a * cos - b * sin, a * sin + b * cos, q_nope[:, 2 * half :]], 1)
+        for h in range(n_head):
+            g = h * n_kv // n_head
+            projected = decode[g * d : (g + 1) * d].T @ (turned[h] * factor)
+            scores[h, start : start + block] = latents[start : start + block] @ projected
+    return scores
+
+
+def summed_ref(q_nope: np.ndarray, latents: np.ndarray, decode: np.ndarray) -> np.ndarray:
+    """Returns the paper's scores (n,): pre-RoPE logits summed over the heads."""
+    n_head, d = q_nope.shape
+    n_kv = len(decode) // d
+    summed = q_nope.reshape(n_kv, n_head // n_kv, d).sum(1).reshape(-1)
+    return latents @ (decode.T @ summed)
+
+
 class BlockBasis(NamedTuple):
     """Tables for the queries of blocks, a part of SALSState; only dims whose damping is not 0.
 

@@ -26,6 +26,28 @@ def head_bytes(d_v: int, bits: int) -> int:
     return -(-d_v // GROUP) * (4 + 4 * bits)
 
 
+def quantize_ref(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Quantises values (n, d_v): returns scales f16, minima f16 (n, groups), codes int (n, d_v)."""
+    n, d_v = values.shape
+    groups = range(0, d_v, GROUP)
+    scales, minima = (np.empty((n, len(groups)), np.float16) for _ in range(2))
+    codes = np.empty((n, d_v), int)
+    for i, start in enumerate(groups):
+        part = values[:, start : start + GROUP].astype(np.float32)
+        minima[:, i] = part.min(1)
+        scales[:, i] = (part.max(1) - part.min(1)) / np.float32(2**bits - 1)
+        scale = scales[:, i].astype(np.float32)[:, None]
+        steps = (part - minima[:, i].astype(np.float32)[:, None]) / np.where(scale, scale, 1)
+        codes[:, start : start + GROUP] = np.clip(np.floor(steps + 0.5), 0, 2**bits - 1)
+    return scales, minima, codes
+
+
+def dequantize_ref(scales: np.ndarray, minima: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Returns values f32 (n, d_v) of scales and minima f16 (n, groups) and codes (n, d_v)."""
+    group = np.arange(codes.shape[1]) // GROUP
+    return minima.astype(np.float32)[:, group] + scales.astype(np.float32)[:, group] * codes
+
+
 @njit(cache=True, nogil=True)
 def quantize_head(values, d_v, bits, out):
     """Quantises one token's values of one kv head, f32 (>= d_v,), to address ``out``."""

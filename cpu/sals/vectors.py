@@ -7,6 +7,7 @@ shuffled. Any number of rows is allowed. All strides are in bytes, addresses are
 import math
 from itertools import product
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 
@@ -87,6 +88,11 @@ def multiply_pair(n_rows, a, a_row, a_column, x, x_row, count, out, out_row):
         n_rows -= tile
         a += tile * a_row
         out += tile * out_row
+
+
+def multiply_ref(a, x):
+    """numpy reference: a (M, C), x (C, 16) -> (M, 16) in f64."""
+    return a.astype(np.float64) @ x.astype(np.float64)
 
 
 @emitter(factor=types.float64)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from attention_references import attend_rows_ref
 from sweeps import sweep
 
+from sparsekv_cli.cpu.attention.decode import attend_rows_ref
 from sparsekv_cli.kernels.attention import decode
 from sparsekv_cli.kernels.attention.rows import NewRow
 

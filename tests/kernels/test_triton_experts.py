@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from experts_references import route_ref
 from tiny_models import random_rows, tensor_rng
 
+from sparsekv_cli.cpu.experts.routing import route_ref
 from sparsekv_cli.kernels.experts.routing import Routing, Shared, add_biases, mix, route
 from sparsekv_cli.kernels.weights import dot, matvec, packed
 

@@ -5,11 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from layer_references import gate_ref
 
 from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.cpu.layer import prefill as reference
-from sparsekv_cli.cpu.layer.activation import ACTIVATIONS
+from sparsekv_cli.cpu.layer.activation import ACTIVATIONS, gate_ref
 from sparsekv_cli.cpu.layer.rows import HeadWeights
 from sparsekv_cli.kernels.layer import rows as layer
 

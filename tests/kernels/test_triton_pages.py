@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from quest_references import select_pages_ref
 from sweeps import sweep
 
-from sparsekv_cli.cpu.quest.pages import page_scores_ref, page_summaries_ref
+from sparsekv_cli.cpu.quest.pages import page_scores_ref, page_summaries_ref, select_pages_ref
 from sparsekv_cli.kernels.attention import decode
 from sparsekv_cli.kernels.attention.rows import NewRow
 from sparsekv_cli.kernels.quest import pages, scores

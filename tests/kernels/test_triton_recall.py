@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from freekv_references import choose_pages_ref, mean_cosine_ref
 from sweeps import sweep
 
+from sparsekv_cli.cpu.freekv.choice import choose_pages_ref
+from sparsekv_cli.cpu.freekv.recall import mean_cosine_ref
 from sparsekv_cli.cpu.quest.pages import page_summaries_ref
 from sparsekv_cli.kernels.freekv import choice, correction, recall
 from sparsekv_cli.kernels.freekv import pages as page_cache

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from sals_references import brope_ref, dequantize_ref, quantize_ref, summed_ref
 from sweeps import sweep
 
 from sparsekv_cli.cpu.sals import values as quantized_values
 from sparsekv_cli.cpu.sals.latent import encode_ref, reconstruct_ref
-from sparsekv_cli.cpu.sals.queries import damping
+from sparsekv_cli.cpu.sals.queries import brope_ref, damping, summed_ref
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.sals import attention as latent_attention
 from sparsekv_cli.kernels.sals import latent
@@ -66,8 +65,8 @@ def test_values_are_packed_as_on_the_host(bits, d_v, device):
         quantized_values.quantize_head(wide, d_v, bits, out.ctypes.data)
     np.testing.assert_array_equal(packed.cpu(), expected)
     found = latent.dequantize_values(packed, d_v, bits)
-    wanted = values if bits == 16 else dequantize_ref(
-        *quantize_ref(values.astype(np.float32), bits)
+    wanted = values if bits == 16 else quantized_values.dequantize_ref(
+        *quantized_values.quantize_ref(values.astype(np.float32), bits)
     )  # fmt: skip
     np.testing.assert_allclose(found.cpu().float(), wanted, atol=2e-3)
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from attention_references import select_rows_ref
 
+from sparsekv_cli.cpu.attention.select import select_rows_ref
 from sparsekv_cli.kernels.attention import select
 
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from attention_references import attend_dense_ref
 from chunks import attend_chunk
 from layer_rows import GEOMETRIES, Stream
 from layer_stream import decode, make_cache, prefill
@@ -13,6 +12,7 @@ from tiny_sequences import N_LAYER, decoded, tokens
 
 from sparsekv_cli.cache.attend import attend_dense
 from sparsekv_cli.cache.spec import N_SINKS, AttnInput, Budget, LayerSpec
+from sparsekv_cli.cpu.attention.decode import attend_dense_ref
 from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 from sparsekv_cli.cpu.quest.pages import page_summaries_ref

@@ -6,7 +6,6 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
-from attention_references import attend_rows_ref
 from layer_rows import GEOMETRIES as WHOLE
 from layer_rows import Geometry, Stream
 from layer_stream import decode, make_cache, prefill
@@ -16,6 +15,7 @@ from sweeps import crossed, sweep
 from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.cache.store import padded
+from sparsekv_cli.cpu.attention.decode import attend_rows_ref
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.fasa import FASA
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_references import attend_causal_ref
 
 from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
+from sparsekv_cli.cpu.attention.flash import attend_causal_ref
 from sparsekv_cli.methods.quest import Quest
 from sparsekv_cli.model import load_model
 from sparsekv_cli.models import decoder

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_references import attend_causal_ref
 from tiny_sequences import tokens
 
 from sparsekv_cli.cache.kinds import reserve
+from sparsekv_cli.cpu.attention.flash import attend_causal_ref
 from sparsekv_cli.models.reuse import repair
 from sparsekv_cli.models.reuse.repair import Known, repair_steps, turned
 from sparsekv_cli.sequence import Sequence

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from attention_references import attend_dense_ref, attend_rows_ref
 from stored_rows import KINDS, layout, store
 
 from sparsekv_cli.cache.spec import NO_SINKS
@@ -40,7 +39,7 @@ def test_attend_dense(n_head, n_kv_head, d, n, n_threads, kinds):
     attend_dense(
         q[None], layout(k, v), n, ALL_ROWS, n_kv_head, scale, NO_CAP, NO_SINKS, out[None], n_threads
     )
-    expected = attend_dense_ref(q, k.exact[:, :n], v.exact[:, :n], scale)
+    expected = decode.attend_dense_ref(q, k.exact[:, :n], v.exact[:, :n], scale)
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
@@ -80,7 +79,7 @@ def test_softcaps_sinks_and_a_part_of_the_rows(n_head, n_kv_head, d, n, first, s
     out, sinks, scale = np.empty_like(q), sinks_of(n_head, has_sinks), np.float32(d**-0.5)
     cap = np.float32(softcap)
     args = (n_kv_head, scale, cap, sinks)
-    expected = attend_dense_ref(
+    expected = decode.attend_dense_ref(
         q, k.exact[:, first:n], v.exact[:, first:n], scale, softcap, sinks if has_sinks else None
     )
     attend_dense(q[None], layout(k, v), n, n - first, *args, out[None], 2)
@@ -104,7 +103,7 @@ def test_attend_rows(n_head, n_kv_head, d, per_head, kinds):
     scale = np.float32(d**-0.5)
     decode.attend_rows(q, layout(k, v), idx, counts, n_kv_head, scale, NO_CAP, NO_SINKS, out, 2)
     rows = [idx[h * n_list // n_head, : counts[h * n_list // n_head]] for h in range(n_head)]
-    expected = attend_rows_ref(q, k.exact, v.exact, rows, scale)
+    expected = decode.attend_rows_ref(q, k.exact, v.exact, rows, scale)
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 

@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
-from attention_references import attend_causal_ref
 
 from sparsekv_cli.cache.attend import attend_causal
 from sparsekv_cli.cache.spec import NO_SINKS, LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.cpu.attention import prefill_f32 as kernels
-from sparsekv_cli.cpu.attention.flash import ALL_ROWS
+from sparsekv_cli.cpu.attention.flash import ALL_ROWS, attend_causal_ref
 
 
 def random(seed: int, *shape: int) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from attention_references import select_rows_ref
 
 from sparsekv_cli.cpu.attention.select import (
     SAMPLED_FROM,
@@ -10,6 +9,7 @@ from sparsekv_cli.cpu.attention.select import (
     order_keys,
     select_largest,
     select_rows,
+    select_rows_ref,
     threshold_of_largest,
 )
 

@@ -5,12 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from experts_references import experts_ref, group_ref
 from gguf import GGMLQuantizationType
 from numba import njit
 from tiny_models import random_rows, tensor_rng
 
-from sparsekv_cli.cpu.experts import decode
+from sparsekv_cli.cpu.experts import decode, routing
 from sparsekv_cli.cpu.experts.state import MixtureState
 from sparsekv_cli.cpu.layer import products
 from sparsekv_cli.cpu.layer.state import LayerState
@@ -105,14 +104,14 @@ class Mixture:
         routed, given, norms = rows, rows, self.norms
         if norms is not None:
             routed, given = (rms(rows[:, ::-1]) * norm for norm in (norms.router, norms.experts))
-        out = experts_ref(
+        out = decode.experts_ref(
             routed, self.router[0], *self.experts, N_USED, self.normalised, given=given,
             scale=self.scales,
         )  # fmt: skip
         out = out if norms is None else rms(out) * norms.after
         if self.shared is not None:
             one = np.zeros((1, N_EMBD))  # a router of one expert that all rows take
-            shared = experts_ref(rows, one, *self.shared, 1, True)
+            shared = decode.experts_ref(rows, one, *self.shared, 1, True)
             gate = 1 if self.gate is None else 1 / (1 + np.exp(-(rows @ self.gate)))[:, None]
             shared = shared if norms is None else rms(shared) * norms.shared
             out = out + gate * shared
@@ -175,7 +174,7 @@ def test_weights_of_an_expert_are_read_once_for_all_rows():
     for n_rows in (1, 4):
         jobs = np.zeros((2 * N_EXPERT, products.N_COLUMNS), np.int64)
         chosen = np.array([[2, 0, 5]] * n_rows)
-        offsets, taken, _ = group_ref(chosen, N_EXPERT)
+        offsets, taken, _ = routing.group_ref(chosen, N_EXPERT)
         n = set_jobs(at, mixture_at, offsets, taken, n_rows, jobs)
         assert n == 2 * N_USED
         np.testing.assert_array_equal(jobs[:n, products.N_INPUTS], n_rows)

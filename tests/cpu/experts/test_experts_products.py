@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-from experts_references import group_ref
-from layer_references import multiply_ref
 from quantized_weights import random_rows
 
+from sparsekv_cli.cpu.experts import routing
 from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.cpu.layer import matmul_bf16 as products_bf16
@@ -25,7 +24,7 @@ def grouped(n_rows: int, n_used: int, n_expert: int = N_EXPERT) -> tuple[np.ndar
     rng = np.random.default_rng(n_rows)
     allowed = np.delete(np.arange(n_expert), 1)
     chosen = np.stack([rng.permutation(allowed)[:n_used] for _ in range(n_rows)])
-    offsets, rows, _ = group_ref(chosen, n_expert)
+    offsets, rows, _ = routing.group_ref(chosen, n_expert)
     return offsets, rows
 
 
@@ -63,7 +62,7 @@ def test_each_pair_has_the_bits_of_its_expert_alone(names, n_rows, n_used, size)
             alone = np.empty((last - first, len(names) * size), np.float32)
             products.multiply(table, *everything(last - first), x[rows[first:last]], alone, 1)
             np.testing.assert_array_equal(found[first:last], alone)
-    expected = multiply_ref(matrices, offsets, rows, x)
+    expected = products.multiply_ref(matrices, offsets, rows, x)
     assert np.sum((found - expected) ** 2) < 1e-4 * np.sum(expected.astype(np.float64) ** 2)
 
 
@@ -86,7 +85,7 @@ def test_an_expert_of_more_inputs_than_a_task():
     x = np.random.default_rng(0).standard_normal((n_rows, 32)).astype(np.float32)
     offsets, rows = np.array([0, n_rows - 3, n_rows]), np.arange(n_rows)
     found = multiplied(matrices, offsets, rows, x)
-    expected = multiply_ref(matrices, offsets, rows, x)
+    expected = products.multiply_ref(matrices, offsets, rows, x)
     assert np.sum((found - expected) ** 2) < 1e-4 * np.sum(expected.astype(np.float64) ** 2)
 
 
@@ -129,7 +128,7 @@ def test_bf16_of_columns_that_fill_no_unit(n):
     found = np.full((len(rows), 48), 9, np.uint16)
     table = products_bf16.product_table(matrices, N_EXPERT)
     products_bf16.multiply(table, offsets, rows, bits, found, 2)
-    expected = multiply_ref(matrices, offsets, rows, as_f32(bits))
+    expected = products.multiply_ref(matrices, offsets, rows, as_f32(bits))
     assert np.sum((as_f32(found) - expected) ** 2) < 1e-4 * np.sum(expected.astype(float) ** 2)
 
 
@@ -144,5 +143,5 @@ def test_few_pairs_in_f32(n_rows):
     offsets, rows = grouped(n_rows, 2)
     linears = [Linear(code, w, n, n_matrices=N_EXPERT) for code, w in matrices]
     found = FewRowsProducts(2).of_experts("gate_up", linears, rows, offsets)(x)
-    expected = multiply_ref(matrices, offsets, rows, x)
+    expected = products.multiply_ref(matrices, offsets, rows, x)
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())

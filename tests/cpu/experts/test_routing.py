@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from experts_references import group_ref, route_ref
 
 from sparsekv_cli.cpu.experts import routing
 
@@ -28,7 +27,7 @@ def test_the_choice_and_its_weights(size, n_expert, n_used, normalised):
     logits = np.random.default_rng(n_expert).standard_normal((37, n_expert)).astype(np.float32)
     logits *= size
     chosen, weights = routed(logits, n_used, normalised)
-    expected, expected_weights = route_ref(logits, routing.NO_BIAS, n_used, normalised)
+    expected, expected_weights = routing.route_ref(logits, routing.NO_BIAS, n_used, normalised)
     np.testing.assert_allclose(weights, expected_weights, rtol=1e-5)
     shares = np.take_along_axis(logits, chosen, 1), np.take_along_axis(logits, expected, 1)
     np.testing.assert_allclose(*shares, atol=1e-6 * size)  # the same but for ties by rounding
@@ -42,7 +41,7 @@ def test_only_the_best_groups_are_used(groups):
     logits = rng.standard_normal((37, 24)).astype(np.float32)
     bias = rng.standard_normal(24).astype(np.float32)
     chosen, weights = routed(logits, 5, True, bias, True, groups)
-    expected, expected_weights = route_ref(logits, bias, 5, True, True, groups)
+    expected, expected_weights = routing.route_ref(logits, bias, 5, True, True, groups)
     np.testing.assert_array_equal(chosen, expected)
     np.testing.assert_allclose(weights, expected_weights, rtol=1e-5)
     of_group = chosen // (24 // groups[0])
@@ -61,17 +60,17 @@ def test_a_bias_has_a_part_in_the_choice_alone(normalised, sigmoid):
     logits = rng.standard_normal((37, 24)).astype(np.float32)
     bias = rng.standard_normal(24).astype(np.float32)
     chosen, weights = routed(logits, 5, normalised, bias, sigmoid)
-    expected, expected_weights = route_ref(logits, bias, 5, normalised, sigmoid)
+    expected, expected_weights = routing.route_ref(logits, bias, 5, normalised, sigmoid)
     np.testing.assert_array_equal(chosen, expected)
     np.testing.assert_allclose(weights, expected_weights, rtol=1e-5, atol=1e-6)
-    assert (expected != route_ref(logits, 0 * bias, 5, normalised, sigmoid)[0]).any()
+    assert (expected != routing.route_ref(logits, 0 * bias, 5, normalised, sigmoid)[0]).any()
 
 
 def test_of_equal_experts_the_first_is_chosen():
     logits = np.array([[0, 2, 1, 2, 1, 1]], np.float32)
     chosen, _ = routed(logits, 4, True)
     np.testing.assert_array_equal(chosen, [[1, 3, 2, 4]])
-    np.testing.assert_array_equal(chosen, route_ref(logits, routing.NO_BIAS, 4, True)[0])
+    np.testing.assert_array_equal(chosen, routing.route_ref(logits, routing.NO_BIAS, 4, True)[0])
 
 
 def test_logits_of_the_largest_size_leave_a_weight():
@@ -98,7 +97,9 @@ def test_groups(n_rows, n_used, n_expert):
     offsets, rows = np.full(n_expert + 1, -1), np.full(n_rows * n_used, -1)
     places = np.full(chosen.shape, -1)
     routing.group_rows(chosen, offsets, rows, places)
-    for found, expected in zip((offsets, rows, places), group_ref(chosen, n_expert), strict=True):
+    for found, expected in zip(
+        (offsets, rows, places), routing.group_ref(chosen, n_expert), strict=True
+    ):
         np.testing.assert_array_equal(found, expected)
 
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from attention_references import attend_dense_ref
 
 from sparsekv_cli.cache.store import padded
+from sparsekv_cli.cpu.attention.decode import attend_dense_ref
 from sparsekv_cli.cpu.faedkv import frequencies
 from sparsekv_cli.cpu.faedkv.frequencies import FourierBasis, centred_waves
 from sparsekv_cli.cpu.faedkv.spectrum import Spectrum, turns_at

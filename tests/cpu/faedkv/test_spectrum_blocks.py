@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from attention_references import attend_dense_ref
 
 from sparsekv_cli.cache.spec import NO_SINKS
 from sparsekv_cli.cache.store import padded
+from sparsekv_cli.cpu.attention.decode import attend_dense_ref
 from sparsekv_cli.cpu.attention.rows import layout_of
 from sparsekv_cli.cpu.faedkv.blocks import BlockSpectrum
 from sparsekv_cli.cpu.faedkv.frequencies import N_CHUNKS, FourierBasis, kept_bins

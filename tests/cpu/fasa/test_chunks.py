@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-from attention_references import attend_rows_ref
-from fasa_references import attend_split_rows_ref, choose_rows_ref, score_chunks_ref
 
+from sparsekv_cli.cpu.attention.decode import attend_rows_ref
 from sparsekv_cli.cpu.fasa import attend, chunks
 from sparsekv_cli.cpu.fasa.chunks import BLOCK
 from sparsekv_cli.cpu.fasa.split import split_keys
@@ -80,7 +79,7 @@ def test_score_chunks(n_head, n_kv, d, n_dom, n, n_threads):
     n_block = -(-n // BLOCK)
     best = np.zeros((n_head, n_block), np.float32)
     chunks.score_chunks(q, layer.dom, n, best, n_threads)
-    expected = score_chunks_ref(q, layer.dom.view(np.float16))[:, : BLOCK * n_block]
+    expected = chunks.score_chunks_ref(q, layer.dom.view(np.float16))[:, : BLOCK * n_block]
     blocks = expected.reshape(n_head, n_block, BLOCK)
     np.testing.assert_allclose(best, blocks.max(2), atol=1e-4)
     group = n_head // n_kv
@@ -130,7 +129,7 @@ def test_choose_rows(n, n_sinks, n_recent, k, values):
         if peaked:  # what is best lies close together, in few blocks
             scores[n // 3 : n // 3 + 40] += values
         rows = Head(scores).choose(n, n_sinks, n_recent, k)
-        expected = choose_rows_ref(scores, n, n_sinks, n_recent, k)
+        expected = chunks.choose_rows_ref(scores, n, n_sinks, n_recent, k)
         np.testing.assert_array_equal(rows, expected)
 
 
@@ -170,7 +169,7 @@ def test_attend_split_rows(n_head, n_kv, d, n_dom, n):
             q_rest, split.rest[0], split.v.view(np.uint16)[0], rows, scores[rows], scale, softcap,
             sink, out,
         )  # fmt: skip
-        expected = attend_split_rows_ref(
+        expected = attend.attend_split_rows_ref(
             q, dom[0], rest[0, :, : d - n_dom], split.v[0], order, rows, scale, softcap, sink
         )
         np.testing.assert_allclose(out, expected, atol=1e-5)
@@ -209,7 +208,7 @@ def test_fasa_step(n_head, n_kv, d, n_dom, n, n_fac, n_threads):
     for h in range(n_head):
         order = split.dims[h // group, :n_dom]
         scores = keys[h // group][:, order].astype(np.float64) @ q[h, order]
-        expected = choose_rows_ref(scores, n, n_sinks, n_recent, k)
+        expected = chunks.choose_rows_ref(scores, n, n_sinks, n_recent, k)
         np.testing.assert_array_equal(rows[h], expected)
     expected = attend_rows_ref(
         q, keys, values, list(rows), d**-0.5, softcap, sinks if has_sinks else None

@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-from fasa_references import split_keys_ref
 
-from sparsekv_cli.cpu.fasa.split import BLOCK, join_keys, split_keys
+from sparsekv_cli.cpu.fasa.split import BLOCK, join_keys, split_keys, split_keys_ref
 
 NAN = 0x7E00  # f16
 

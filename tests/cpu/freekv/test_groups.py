@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 from freekv_pages import half, make_cache
-from freekv_references import choose_pages_ref, group_summaries_ref
 
 from sparsekv_cli.cache.spec import NO_SINKS
 from sparsekv_cli.cpu.freekv import choice, recall
-from sparsekv_cli.cpu.freekv.pages import GROUPED, SCORED
+from sparsekv_cli.cpu.freekv.pages import GROUPED, SCORED, group_summaries_ref
 from sparsekv_cli.cpu.freekv.recall import VISITED
 from sparsekv_cli.cpu.freekv.step import FreeKVStep
 from sparsekv_cli.cpu.quest.pages import page_summaries_ref
@@ -61,17 +60,17 @@ def test_choice_among_the_pages_of_the_best_groups(first, end):
         m, n_scored = choice.choose_pages_by_groups(
             q, *bits, first, end, n_visited, n_best, scale, softcap, chosen
         )
-        visited, _ = choose_pages_ref(
+        visited, _ = choice.choose_pages_ref(
             q, tops[0][0], tops[1][0], 0, n_group, n_visited, scale, softcap
         )
         listed = [j for i in visited for j in range(i * GROUPED, (i + 1) * GROUPED)]
         listed = np.array([j for j in [*listed, *range(n_group * GROUPED, end)] if j >= first])
-        best, _ = choose_pages_ref(
+        best, _ = choice.choose_pages_ref(
             q, hi[0][listed], lo[0][listed], 0, len(listed), n_best, scale, softcap
         )
         assert m == n_best and n_scored == n_group + len(listed)
         np.testing.assert_array_equal(chosen[:m], listed[best])
-    everything, _ = choose_pages_ref(q, hi[0], lo[0], first, end, n_best, scale, softcap)
+    everything, _ = choice.choose_pages_ref(q, hi[0], lo[0], first, end, n_best, scale, softcap)
     np.testing.assert_array_equal(chosen[:m], everything)
 
 

@@ -3,10 +3,9 @@
 import numba
 import numpy as np
 import pytest
-from attention_references import attend_rows_ref
 from freekv_pages import half, make_cache
-from freekv_references import choose_pages_ref, mean_cosine_ref
 
+from sparsekv_cli.cpu.attention.decode import attend_rows_ref
 from sparsekv_cli.cpu.freekv import choice, recall
 from sparsekv_cli.cpu.freekv.pages import CORRECTED, HIT, OFFLOADED, RECALLED, SCORED, PageCache
 from sparsekv_cli.cpu.freekv.step import FreeKVStep
@@ -128,7 +127,7 @@ def test_choose_pages(group, d, n_page):
         softcap = np.float32(4 * (n_best % 2))
         m = choice.choose_pages(q, hi, lo, first, end, n_best, scale, softcap, chosen)
         floats = [x[0].astype(np.float32) for x in bits]
-        expected, pooled = choose_pages_ref(q, *floats, first, end, n_best, scale, softcap)
+        expected, pooled = choice.choose_pages_ref(q, *floats, first, end, n_best, scale, softcap)
         assert m == min(n_best, n_page)
         np.testing.assert_array_equal(chosen[:m], expected)
         assert pooled.sum() == pytest.approx(1)
@@ -159,12 +158,12 @@ def test_mean_cosine(group, d):
     rng = np.random.default_rng(group)
     q = rng.standard_normal((group, d)).astype(np.float32)
     previous = q + rng.standard_normal((group, d)).astype(np.float32)
-    expected = mean_cosine_ref(q, previous)
+    expected = recall.mean_cosine_ref(q, previous)
     assert recall.mean_cosine(q, previous) == pytest.approx(expected, abs=1e-6)
     assert recall.mean_cosine(q, q) == pytest.approx(1, abs=1e-6)
     assert recall.mean_cosine(q, -q) == pytest.approx(-1, abs=1e-6)
     previous[0] = 0
-    expected = mean_cosine_ref(q, previous)
+    expected = recall.mean_cosine_ref(q, previous)
     assert recall.mean_cosine(q, previous) == pytest.approx(expected, abs=1e-6)
 
 
@@ -300,7 +299,7 @@ def test_recall_step(n_head, n_kv_head, d, n, n_threads):
     np.testing.assert_allclose(out, expected, atol=1e-5)
     hi, lo = page_summaries_ref(k[:, : step.window * 16], 16, True)
     for g in range(n_kv_head):
-        chosen, _ = choose_pages_ref(
+        chosen, _ = choice.choose_pages_ref(
             step.q[g * group : (g + 1) * group], hi[g], lo[g], 1, step.window, step.n_best,
             step.scale, softcap,
         )  # fmt: skip

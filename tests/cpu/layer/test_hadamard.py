@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-from layer_references import rotate_rows_ref
 
-from sparsekv_cli.cpu.layer.hadamard import block_of, rotate_rows
+from sparsekv_cli.cpu.layer.hadamard import block_of, rotate_rows, rotate_rows_ref
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,10 @@ Decode steps are compared with prefills in tests/models/test_architectures.py.
 
 import numpy as np
 import pytest
-from layer_references import gate_inputs_ref
 
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 from sparsekv_cli.cpu.layer.activation import GELU, SILU
-from sparsekv_cli.cpu.layer.layer_input import gate_inputs
+from sparsekv_cli.cpu.layer.layer_input import gate_inputs, gate_inputs_ref
 
 
 @pytest.mark.parametrize("activation", [GELU, SILU])

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from layer_references import multiply_ref
 from quantized_weights import random_rows
 
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
@@ -54,7 +53,7 @@ def multiply(matrices, x: np.ndarray, n_threads: int = 2) -> np.ndarray:
 def assert_close(found: np.ndarray, w, x: np.ndarray) -> None:
     """f32 sums of products with the rounded inputs; and 8 bits' distance from those with x."""
     found = found.astype(np.float64)
-    exact, expected = (multiply_ref(w, *everything(x), each) for each in (rounded(x), x))
+    exact, expected = (products.multiply_ref(w, *everything(x), each) for each in (rounded(x), x))
     assert found.shape == expected.shape
     assert np.sum((found - exact) ** 2) < 1e-11 * np.sum(exact.astype(np.float64) ** 2)
     assert np.sum((found - expected) ** 2) < 1e-4 * np.sum(expected.astype(np.float64) ** 2)

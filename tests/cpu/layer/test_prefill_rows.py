@@ -5,13 +5,12 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from layer_references import gate_ref
 from opened import open_sequence
 from tiny_models import make_model
 from torch_chunk_steps import TorchChunkSteps
 
 from sparsekv_cli.cpu.layer import prefill as kernels
-from sparsekv_cli.cpu.layer.activation import ACTIVATIONS
+from sparsekv_cli.cpu.layer.activation import ACTIVATIONS, gate_ref
 from sparsekv_cli.cpu.layer.rows import HeadWeights
 from sparsekv_cli.device.host import as_array, as_tensor
 from sparsekv_cli.methods.full import Full

@@ -4,12 +4,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from lfps_references import mean_and_covariance_ref
 
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.cpu.attention.rows import K
-from sparsekv_cli.cpu.lfps.covariance import BACK, BLOCK, RowSums, make_moments, mean_and_covariance
+from sparsekv_cli.cpu.lfps.covariance import (
+    BACK,
+    BLOCK,
+    RowSums,
+    make_moments,
+    mean_and_covariance,
+    mean_and_covariance_ref,
+)
 
 SPEC = LayerSpec(layer=0, n_layer=1, n_head=6, n_head_kv=3, head_dim=72, value_dim=24, n_threads=2)
 

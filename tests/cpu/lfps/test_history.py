@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from attention_references import attend_dense_ref
 from stored_rows import KINDS, layout, store
 
+from sparsekv_cli.cpu.attention.decode import attend_dense_ref
 from sparsekv_cli.cpu.attention.rows import F16
 from sparsekv_cli.cpu.lfps import history, state
 from sparsekv_cli.cpu.lfps.bypass import Constants

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from quest_references import code_pages_ref, round_queries_ref, score_pages_ref
 
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore, padded
@@ -36,7 +35,7 @@ def coded(keys: np.ndarray, cache_type: str = "f16", cuts: tuple[int, ...] = ())
     for first, last in zip((0, *cuts), (*cuts, tiles), strict=True):
         byte_pages.code_pages(store.layout, first, last, rotated, centre, codes, scales, 2)
     assert not codes[:, tiles:].any()
-    wanted = code_pages_ref(stored, centre)
+    wanted = byte_pages.code_pages_ref(stored, centre)
     return codes[:, :tiles], scales[:, :tiles], wanted, stored
 
 
@@ -77,14 +76,14 @@ def test_scores_and_best_pages(n_head, n_rows, d, n_page, n_threads) -> None:
     queries = np.empty((n_head, n_rows, 2 * width), np.int8)
     starts, factors = np.empty((n_head, n_rows), np.int32), np.empty((n_head, n_rows), np.float32)
     byte_pages.round_queries(q, queries, starts, factors)
-    rounded = round_queries_ref(q)
+    rounded = byte_pages.round_queries_ref(q)
     for found, wanted in zip((queries, starts, factors), rounded, strict=True):
         np.testing.assert_array_equal(found, wanted)
     spans = -(-n_page // SPAN)
     out = np.full((spans, n_head, n_rows, SPAN), np.nan, np.float32)
     tops = np.empty((spans, n_head, n_rows, LANES), np.float32)
     byte_pages.score_pages(queries, starts, factors, codes, scales, n_page, out, tops, n_threads)
-    wanted = score_pages_ref(*rounded, codes, scales)
+    wanted = byte_pages.score_pages_ref(*rounded, codes, scales)
     scores = np.moveaxis(out, 0, 2).reshape(n_head, n_rows, -1)
     np.testing.assert_allclose(scores[:, :, :n_page], wanted, rtol=1e-5, atol=1e-5)
     assert np.isnan(scores[:, :, n_page:]).all()
@@ -107,7 +106,7 @@ def test_byte_scores_are_near_those_of_floats(cache_type: str) -> None:
     keys = (RNG.standard_normal((2, 4 * SPAN, 64)) + 4 * RNG.standard_normal(64)).astype(np.float32)
     codes, scales, _, stored = coded(keys, cache_type)
     q = RNG.standard_normal((2, 5, 64)).astype(np.float32)
-    scores = score_pages_ref(*round_queries_ref(q), codes, scales)
+    scores = byte_pages.score_pages_ref(*byte_pages.round_queries_ref(q), codes, scales)
     pages = stored.reshape(2, -1, PAGE, 64)
     wanted = q @ pages.mean(2).swapaxes(1, 2) + np.abs(q) @ pages.std(2).swapaxes(1, 2)
     scores, wanted = (x - x.mean(2, keepdims=True) for x in (scores, wanted))

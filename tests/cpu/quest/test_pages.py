@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from quest_references import select_pages_ref
 
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.jit.pointers import address
@@ -137,7 +136,9 @@ def test_select_pages(n_head, n_kv_head, d, page, n, n_best, softcap, n_threads)
             given.copy(), n_page, n_best, page, n, n_sinks, np.float32(softcap), idx, counts,
             n_threads,
         )  # fmt: skip
-        expected = select_pages_ref(given[:, :n_page], n_kv_head, n_best, page, n, n_sinks, softcap)
+        expected = pages.select_pages_ref(
+            given[:, :n_page], n_kv_head, n_best, page, n, n_sinks, softcap
+        )
         for g in range(n_kv_head):
             np.testing.assert_array_equal(idx[g, : counts[g]], expected[g])
 

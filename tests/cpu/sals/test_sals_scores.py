@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from sals_references import brope_ref, summed_ref
 from test_latent import CASES, ROPE_SCALE, Case, bases, make_rows, make_store, stored_latents
 
 from sparsekv_cli.cpu.sals import latent, queries, scores
@@ -27,7 +26,7 @@ def test_blocks_of_one_token_and_full_rank_score_exactly(case, group):
     q_nope = rng.standard_normal((group * case.n_kv, case.d))
     latents = k_nope.transpose(1, 0, 2).reshape(50, -1) @ (weights[:, None] * vectors)
     decode = vectors / weights[:, None]
-    found = brope_ref(q_nope, 80, latents, 7, decode, case.theta, ROPE_SCALE, 1)
+    found = queries.brope_ref(q_nope, 80, latents, 7, decode, case.theta, ROPE_SCALE, 1)
     expected = exact_scores(q_nope, 80, k_nope, 7, case.theta, ROPE_SCALE)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -70,7 +69,7 @@ class Scored:
 
     def expected(self, latents: np.ndarray) -> np.ndarray:
         """Scores (H, n) without rounding of queries."""
-        return brope_ref(
+        return queries.brope_ref(
             self.q_nope, self.position, latents, self.first, self.decode, self.case.theta,
             ROPE_SCALE, queries.ROPE_BLOCK,
         )  # fmt: skip
@@ -172,7 +171,7 @@ def test_the_papers_query_is_the_sum_of_all_heads(case):
     rng = np.random.default_rng(0)
     q_nope[:, : case.d] = rng.standard_normal((len(q_nope), case.d))
     latents = rng.standard_normal((20, case.score_rank))
-    expected = summed_ref(q_nope[:, : case.d], latents, decode[:, : case.score_rank])
+    expected = queries.summed_ref(q_nope[:, : case.d], latents, decode[:, : case.score_rank])
     summed = queries.summed_query(q_nope, basis, case.score_rank)
     np.testing.assert_allclose(latents @ summed, expected, atol=1e-3)
     words = np.empty((1, latent.words_of(case.score_rank) + 1, 16), np.int32)

@@ -2,12 +2,16 @@
 
 import numpy as np
 import pytest
-from sals_references import dequantize_ref, quantize_ref
 
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.pointers import address
 from sparsekv_cli.cpu.sals import values
-from sparsekv_cli.cpu.sals.values import head_bytes, quantize_head
+from sparsekv_cli.cpu.sals.values import (
+    dequantize_ref,
+    head_bytes,
+    quantize_head,
+    quantize_ref,
+)
 
 
 @njit(nogil=True)

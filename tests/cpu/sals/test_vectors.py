@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from numba import njit
-from sals_references import multiply_ref
 
 from sparsekv_cli.cpu.attention.load import widen_halves
 from sparsekv_cli.cpu.jit.pointers import address
@@ -62,7 +61,7 @@ def test_multiply(n_rows, count):
         n_rows, address(a), a.strides[1], a.strides[0], address(x) + 4 * 8, x.strides[0], count,
         address(out), out.strides[0],
     )  # fmt: skip
-    expected = multiply_ref(a[:count, :n_rows].T, x[:, 8:24])
+    expected = vectors.multiply_ref(a[:count, :n_rows].T, x[:, 8:24])
     np.testing.assert_allclose(out[:n_rows, :16], expected, atol=1e-4)
     assert (out[n_rows] == 7).all() and (out[:, 16:] == 7).all()
 
@@ -85,7 +84,7 @@ def test_multiply_two_tiles(n_rows, count):
         n_rows, address(a), *strides, address(x), x.strides[0], count, address(pair),
         pair.strides[0],
     )  # fmt: skip
-    expected = multiply_ref(a[:, :n_rows].T, x)
+    expected = vectors.multiply_ref(a[:, :n_rows].T, x)
     np.testing.assert_allclose(one[:n_rows, :32], expected, atol=1e-4)
     np.testing.assert_array_equal(pair, one)
     assert (one[n_rows] == 7).all() and (one[:, 32:] == 7).all()
