@@ -115,10 +115,10 @@ def test_the_library(model):
 
 def test_a_gpu_is_refused(model, invoke, monkeypatch):
     monkeypatch.setattr(machine, "find_device", lambda name: ("cuda", ""))
-    result = invoke("run", "-m", model, "-p", "a", "--device", "cuda", "--speculate", "ngram")
-    assert result.code == 2 and "--speculate ngram works on the CPU only" in result.err
+    result = invoke("run", "-m", model, "-p", "a", "--device", "cuda", "--speculate", "mtp")
+    assert result.code == 2 and "--speculate mtp works on the CPU only" in result.err
     with pytest.raises(OptionError, match="use --device cpu"):
-        load(model, device="cuda", speculate="ngram")
+        load(model, device="cuda", speculate="mtp")
     assert invoke("run", "-m", model, "-p", "a", "--speculate", "some").code == 2
 
 
