@@ -115,10 +115,11 @@ def test_the_library(model):
 
 def test_a_gpu_is_refused(model, invoke, monkeypatch):
     monkeypatch.setattr(machine, "find_device", lambda name: ("cuda", ""))
-    result = invoke("run", "-m", model, "-p", "a", "--device", "cuda", "--speculate", "mtp")
-    assert result.code == 2 and "--speculate mtp works on the CPU only" in result.err
+    on_gpu = "run", "-m", model, "-p", "a", "--device", "cuda"
+    result = invoke(*on_gpu, "--draft-model", model)
+    assert result.code == 2 and "--draft-model works on the CPU only" in result.err
     with pytest.raises(OptionError, match="use --device cpu"):
-        load(model, device="cuda", speculate="mtp")
+        load(model, device="cuda", draft_model=str(model))
     assert invoke("run", "-m", model, "-p", "a", "--speculate", "some").code == 2
 
 
