@@ -114,7 +114,7 @@ def test_the_library(model):
 
 
 def test_a_gpu_is_refused(model, invoke, monkeypatch):
-    monkeypatch.setattr(machine, "find_device", lambda name: ("cuda", ""))
+    monkeypatch.setattr(machine, "find_device", lambda name: (name if name == "cuda" else None, ""))
     on_gpu = "run", "-m", model, "-p", "a", "--device", "cuda"
     result = invoke(*on_gpu, "--draft-model", model)
     assert result.code == 2 and "--draft-model works on the CPU only" in result.err
