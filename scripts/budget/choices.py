@@ -30,7 +30,7 @@ class Step:
 
     @cached_property
     def output(self) -> np.ndarray:
-        """What the heads give with all rows, f64 (group, d_v)."""
+        """The heads' outputs with all rows, f64 (group, d_v)."""
         return self.weights @ self.v
 
 

@@ -81,7 +81,7 @@ class DeviceDecoder(Forward):
         self._planner = Planner()
         self._steps = Steps(self.device)
         self._buffers = StepBuffers(hparams, 1, self.device)
-        # Of steps with a draft, by their rows: they alternate with others, which stay captured.
+        # Steps with a draft, by their rows. They alternate with other steps, whose captures stay.
         self._for_drafts: dict[int, tuple[StepBuffers, Steps]] = {}
         self._has_draft = False  # whether the step that runs has one
         # Position and caches of each sequence in the step that runs.
