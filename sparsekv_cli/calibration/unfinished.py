@@ -85,6 +85,9 @@ class UnfinishedScores(ExitStack):
         scores = measure()
         if self._path is not None and self._file is None:
             self._open(self._path)
+            if self._parts:  # of a run that began and ended meanwhile: this one is elsewhere
+                self._parts.clear()
+                self._path = self._file = None
         if self._file is not None and np.isfinite(scores).all():
             try:
                 self._file.write(json.dumps(scores.tolist()) + "\n")

@@ -139,6 +139,17 @@ def test_a_second_process_keeps_nothing(tmp_path):
     assert path.read_bytes() == whole
 
 
+def test_parts_of_a_run_that_ended_meanwhile_are_not_taken(tmp_path):
+    with UnfinishedScores(tmp_path, "one") as scores:
+        path = kept_in(tmp_path, (3, 3))
+        whole = path.read_bytes()
+        for start in (1.0, 2.0):
+            part = two(3, start)
+            np.testing.assert_array_equal(scores.next(3, lambda part=part: part), part)
+        scores.remove()
+    assert path.read_bytes() == whole
+
+
 def test_a_full_disk_does_not_end_a_calibration(tmp_path, monkeypatch):
     def fail(self, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
