@@ -3,9 +3,11 @@
 import hashlib
 import json
 import os
+import shutil
 import sys
 import tarfile
 import zipfile
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -47,9 +49,16 @@ def kernels_fit() -> bool:
     return KERNELS.exists() and manifest().get("libtriton.so") == library_hash()
 
 
-def pack_kernels() -> int:
-    """Puts Triton's cache into an archive; the number of kernels."""
-    files = sorted(path for path in CACHE.rglob("*") if path.suffix in KEPT)
+def pack_kernels(used: Collection[str]) -> int:
+    """Puts the folders ``used`` of Triton's cache into an archive; the number of kernels.
+
+    The cache loses its other folders, so it does not grow.
+    """
+    for folder in CACHE.iterdir():
+        if folder.name not in used:
+            shutil.rmtree(folder)
+    files = sorted(path for name in used for path in (CACHE / name).iterdir())
+    files = [path for path in files if path.suffix in KEPT]
     with tarfile.open(KERNELS, "w:xz") as tar:
         for path in files:
             tar.add(path, path.relative_to(CACHE))

@@ -1,10 +1,12 @@
 """Compiles ahead what scripts/gpu/bench launches, for a GPU that need not be there.
 
     python -P scripts/gpu/gpu_compile.py CACHE [--processes N] [--forbid] [--sm 90] [--only PART]
+        [--used FILE]
 
 The parts of the bench run on the CPU, where each launch of Triton is compiled and left undone. So
 what is compiled is what the engine launches, with its types, alignments and options. CACHE is
 Triton's cache folder. --forbid: nothing may be compiled: every launch must find its kernel there.
+--used: a JSON file gets the names of the folders in CACHE whose kernels were launched.
 """
 
 import argparse
@@ -53,16 +55,17 @@ class Compiled:
 
         self.n_compiled = self.n_found = 0
         self.missing: list[str] = []
-        self._hashes: set[str] = set()
+        self.used: set[str] = set()  # folders in Triton's cache
         driver.set_active(AbsentGpu(capability))  # type: ignore[arg-type]
         launch = triton.runtime.JITFunction.run
 
         def warm_up(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> None:
             launch(kernel, *args, warmup=True, **kwargs)
 
-        def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        def listen(*, src: Any, metadata_group: Any, cache_hit: bool, **_: Any) -> None:
             self.n_found += cache_hit
             self.n_compiled += not cache_hit
+            self.used.update(Path(path).parent.name for path in metadata_group.values())
             if forbid and not cache_hit:
                 self.missing.append(src.name)
 
@@ -218,7 +221,7 @@ def do(name: str, capability: int, forbid: bool) -> dict[str, Any]:
     except Exception:
         error = traceback.format_exc()
     return {"task": name, "compiled": compiled.n_compiled, "found": compiled.n_found,
-            "missing": compiled.missing, "error": error,
+            "missing": compiled.missing, "error": error, "used": compiled.used,
             "s": round(time.monotonic() - begin, 1)}  # fmt: skip
 
 
@@ -231,16 +234,20 @@ def main() -> int:
     parser.add_argument("--forbid", action="store_true", help="fail where something is missing")
     parser.add_argument("--sm", type=int, default=90, help="compute capability")
     parser.add_argument("--only", default="", help="tasks whose names have this in them")
+    parser.add_argument("--used", type=Path, help="file for the names of used folders")
     options = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ["TRITON_CACHE_DIR"] = str(options.cache.absolute())
     names = [name for name, _ in tasks() if options.only in name]
     work = partial(do, capability=options.sm, forbid=options.forbid)
-    status = 0
+    status, used = 0, set[str]()
     with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=1) as pool:
         for told in pool.imap_unordered(work, names, chunksize=1):
             status |= bool(told["error"] or told["missing"])
+            used |= told.pop("used")
             print(json.dumps(told), flush=True)
+    if options.used:
+        options.used.write_text(json.dumps(sorted(used)), encoding="utf-8")
     return status
 
 

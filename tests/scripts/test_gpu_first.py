@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -53,19 +55,28 @@ def test_no_stage_begins_behind_the_end(first, tmp_path, capsys):
     assert "=== late: no time left" in capsys.readouterr().out
 
 
+def move_carried(module, folder, monkeypatch):
+    for name in ("ROOT", "CARRY", "KERNELS", "MANIFEST", "CACHE"):
+        value = folder / Path(getattr(module, name)).name if name != "ROOT" else folder
+        monkeypatch.setattr(module, name, value, raising=False)
+
+
+def write_kernel(cache, name):
+    kernel = cache / name / "_attend.cubin"
+    kernel.parent.mkdir(parents=True, exist_ok=True)
+    kernel.write_bytes(b"code of " + name.encode())
+    (kernel.parent / "__grp___attend.json").write_text("{}")
+    (kernel.parent / "_attend.ptx").write_text("not needed")
+    return kernel
+
+
 def test_kernels_travel_by_name_and_fit_one_library_only(first, tmp_path, monkeypatch):
     import gpu_carry
 
-    for name in ("CARRY", "KERNELS", "MANIFEST", "CACHE"):
-        value = tmp_path / Path(getattr(gpu_carry, name)).name
-        monkeypatch.setattr(gpu_carry, name, value)
-    kernel = gpu_carry.CACHE / "ABC" / "_attend.cubin"
-    kernel.parent.mkdir(parents=True)
-    kernel.write_bytes(b"code")
-    (kernel.parent / "__grp___attend.json").write_text("{}")
-    (kernel.parent / "_attend.ptx").write_text("not needed")
+    move_carried(gpu_carry, tmp_path, monkeypatch)
+    kernel = write_kernel(gpu_carry.CACHE, "ABC")
     assert not gpu_carry.kernels_fit()
-    assert gpu_carry.pack_kernels() == 1
+    assert gpu_carry.pack_kernels(["ABC"]) == 1
     gpu_carry.MANIFEST.write_text(json.dumps({"libtriton.so": gpu_carry.library_hash()}))
     assert gpu_carry.kernels_fit()
     for path in kernel.parent.iterdir():
@@ -74,9 +85,74 @@ def test_kernels_travel_by_name_and_fit_one_library_only(first, tmp_path, monkey
     assert sorted(path.name for path in kernel.parent.iterdir()) == [
         "__grp___attend.json", "_attend.cubin"
     ]  # fmt: skip
-    assert kernel.read_bytes() == b"code"
+    assert kernel.read_bytes() == b"code of ABC"
     gpu_carry.MANIFEST.write_text(json.dumps({"libtriton.so": "another"}))
     assert not gpu_carry.kernels_fit()
+
+
+def test_a_pass_keeps_what_is_compiled_and_removes_what_nothing_launches(tmp_path, monkeypatch):
+    import gpu_carry
+
+    pack = load_script("gpu/pack")
+    for module in (gpu_carry, pack):
+        move_carried(module, tmp_path, monkeypatch)
+    monkeypatch.setattr(pack, "library_of", lambda folder: "library")
+    made: list[str] = []
+
+    def compile_all(launched, end=None):
+        """Stands for gpu_compile.py: makes what is absent, and may be interrupted."""
+
+        def compile_kernels(folder, option, used):
+            assert option == "--used"
+            for name in launched[:end]:
+                if not (gpu_carry.CACHE / name).exists():
+                    write_kernel(gpu_carry.CACHE, name)
+                    made.append(name)
+            if end is not None:
+                raise pack.PackError("interrupted")
+            used.write_text(json.dumps(launched))
+
+        monkeypatch.setattr(pack, "compile_kernels", compile_kernels)
+        pack.pack_all(["kernels"], tmp_path, None)
+
+    def carried():
+        """What another machine finds: its cache is empty at first."""
+        gpu_carry.CACHE.rename(tmp_path / "aside")
+        gpu_carry.unpack_kernels()
+        names = sorted(path.parent.name for path in gpu_carry.CACHE.rglob("*.cubin"))
+        shutil.rmtree(gpu_carry.CACHE)
+        (tmp_path / "aside").rename(gpu_carry.CACHE)
+        return names
+
+    with pytest.raises(pack.PackError):
+        compile_all(["A", "B", "C"], 2)
+    unfinished = gpu_carry.CACHE / "B" / "tmp.pid_1" / "_attend.cubin"
+    unfinished.parent.mkdir()
+    unfinished.write_bytes(b"half")
+    compile_all(["A", "B", "C"])
+    assert made == ["A", "B", "C"] and carried() == ["A", "B", "C"]
+    compile_all(["B", "C", "D"])
+    assert made == ["A", "B", "C", "D"] and carried() == ["B", "C", "D"]
+    with pytest.raises(pack.PackError):
+        compile_all(["D", "E"], 2)
+    assert carried() == ["B", "C", "D"]  # nothing is removed before all is compiled
+    shutil.rmtree(gpu_carry.CACHE)
+    compile_all(["C", "D"])  # from the archive
+    assert made == ["A", "B", "C", "D", "E"] and carried() == ["C", "D"]
+
+
+@pytest.mark.slow
+def test_a_second_pass_finds_what_the_first_has_compiled(first, tmp_path):
+    """Both tell the same folders of the cache. Without ``--forbid`` the launches may compile."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    cache, used = tmp_path / "cache", tmp_path / "used.json"
+    for n_compiled, n_found, options in ((2, 0, ()), (0, 2, ("--forbid",))):
+        script = first.SCRIPTS / "gpu_compile.py"
+        command = [sys.executable, "-P", script, cache, "--only", "clock", "--used", used, *options]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+        told = json.loads(done.stdout)
+        assert (told["compiled"], told["found"], told["error"]) == (n_compiled, n_found, "")
+        assert json.loads(used.read_text()) == sorted(path.name for path in cache.iterdir())
 
 
 def test_stages_are_those_of_the_bench(first, tmp_path):
