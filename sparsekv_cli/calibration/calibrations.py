@@ -264,11 +264,12 @@ class Calibrations:
         text: CalibrationText,
         n_tokens: int,
         report: OnCalibrate | None = None,
+        n_scored: int = 0,
     ) -> Entry:
         """Runs ``method``'s calibration on the first ``n_tokens`` of ``text``.
 
-        It uses fewer tokens if the model's context is shorter. Raises SparseKVError if text or
-        context are too short to measure anything.
+        It uses fewer tokens if the model's context is shorter. n_scored: see CalibrationRun.
+        Raises SparseKVError if text or context are too short to measure anything.
         """
         name = method.name
         n_ctx = self._hparams.n_ctx_train
@@ -296,13 +297,15 @@ class Calibrations:
         n_rows = n_rows * max(n_tokens, DEFAULT_TOKENS) // DEFAULT_TOKENS
         text_hash = hashlib.sha256(text.text.encode()).hexdigest()
         # what decides which trials there are, and what they give
-        of = name, self.identity.digest(), text_hash, len(ids), n_rows, FORMAT_VERSION, __version__
-        key = hashlib.sha256(repr(of).encode()).hexdigest()[:32]
+        of = name, self.identity.digest(), text_hash, len(ids), n_rows, n_scored
+        key = hashlib.sha256(repr((*of, FORMAT_VERSION, __version__)).encode()).hexdigest()[:32]
         with UnfinishedScores(user_cache("calibration"), key) as scores:
             if scores.n_trials and report is not None:
                 n_known = scores.n_trials
                 report(name, 0.0, f"{n_known} trials are known from a run that was interrupted")
-            run = CalibrationRun(decoder.layer_specs(), ids, forward, progress, n_rows, scores.next)
+            run = CalibrationRun(
+                decoder.layer_specs(), ids, forward, progress, n_rows, scores.next, n_scored
+            )
             with blas_threads(1):  # the products are small, and more BLAS threads only wait
                 tensors = method.calibrate(run)
             check_tensors(name, tensors, self._hparams.n_layer)

@@ -61,6 +61,7 @@ class CalibrationRun:
     n_rows: int = 1 << 30
     # (n, measure) -> scores of the next n trials: measured now, or by a run that was interrupted
     scores_of: Callable[[int, Callable[[], np.ndarray]], np.ndarray] = measured_now
+    n_scored: int = 0  # rows of a window that score a trial; 0: as many as n_rows allows
 
     @property
     def statistics_ids(self) -> Sequence[int]:

@@ -67,10 +67,10 @@ class Study:
         self.n_prefix = self.middle.stop + n_recent
         self.n_scored = min(N_SCORED, n_ids // 4)
         n_windows = N_WINDOWS if n_ids > self.n_prefix + self.n_scored + 1 else 1
-        n_affordable = self._affordable(n_text, n_windows, depths)
+        n_affordable = run.n_scored or self._affordable(n_text, n_windows, depths)
         if n_affordable < min(self.n_scored, WORTH_A_WINDOW):
             n_windows, n_affordable = 1, self._affordable(n_text, 1, depths)
-        self.n_scored = min(self.n_scored, max(least_scored, n_affordable))
+        self.n_scored = min(self.n_scored, run.n_scored or max(least_scored, n_affordable))
         last = n_ids - self.n_prefix - self.n_scored - 1
         self.starts = np.linspace(0, last, n_windows).astype(int).tolist() if layers else []
         self.n_rows = self._rows(n_text, len(self.starts), depths)

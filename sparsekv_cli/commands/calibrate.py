@@ -52,6 +52,11 @@ ALL, AUTO = "all", "auto"
     help="Use the first N tokens of the text. [default: 4096]",
 )  # fmt: skip
 @click.option(
+    "--scored-rows", "n_scored", metavar="N", type=WholeRange(2, 48),
+    help="Score each trial by N rows of a window, 2 to 48: fewer are faster and less exact. "
+    "[default: as many as about a minute allows, and at least 24 for faedkv]",
+)  # fmt: skip
+@click.option(
     "--output", metavar="FILE", shell_complete=files,
     help="Write to FILE; runs read it with --calibration FILE. [default: next to the model, or in "
     "the user's cache directory if that folder cannot be written]",
@@ -64,6 +69,7 @@ def command(
     method: str,
     file: str | None,
     n_tokens: int | None,
+    n_scored: int | None,
     output: str | None,
     as_json: bool,
     **settings: Any,
@@ -75,6 +81,8 @@ def command(
     """
     config = session_config(settings)
     names = choose_methods(method)
+    if n_scored and AUTO in names:
+        raise click.UsageError("--scored-rows: --method auto has no trials; leave one of them out")
     path = find_model(model)
     text = None if file is None else read_prompt(None, file, "text", "-f FILE")
     from sparsekv_cli.calibration.calibrations import (
@@ -108,7 +116,8 @@ def command(
             if name == AUTO:
                 _, entry = measure_losses(opened, source, n)
             else:
-                entry = calibrations.calibrate(build_method(name, {}), source, n, progress)
+                built = build_method(name, {})
+                entry = calibrations.calibrate(built, source, n, progress, n_scored or 0)
             write_entry(place, name, calibrations.identity, entry)
             seconds = time.perf_counter() - begin
             progress(name, 1.0, f"{entry.n_tokens} tokens, {seconds:.1f} s, stored in {place}")

@@ -105,10 +105,12 @@ class Counted:
         monkeypatch.setattr(decoder, "output", count_logits)
 
 
-@pytest.mark.parametrize("n_rows", [900, 1 << 30])
+@pytest.mark.parametrize(
+    ("n_rows", "n_given"), [(900, 0), (1 << 30, 0), (1 << 30, 5), (900, 30), (900, 48)]
+)
 @pytest.mark.parametrize("name", ["fasa", "sals", "faedkv"])
-def test_passes_take_the_rows_that_are_planned(name, n_rows, model, monkeypatch):
-    """Progress counts the same rows."""
+def test_passes_take_the_rows_that_are_planned(name, n_rows, n_given, model, monkeypatch):
+    """Progress counts the same rows. n_given: scored rows by choice, 0 for none."""
     plans: list[Study] = []
     begin = Study.__init__
 
@@ -120,11 +122,14 @@ def test_passes_take_the_rows_that_are_planned(name, n_rows, model, monkeypatch)
     monkeypatch.setattr(trials, "TOKENS_A_ROW", 4)
     counted, shares = Counted(model, monkeypatch), []
     ids = tokens(1400)
-    run = CalibrationRun(model.decoder.layer_specs(), ids, counted.forward, shares.append, n_rows)
+    run = CalibrationRun(
+        model.decoder.layer_specs(), ids, counted.forward, shares.append, n_rows, n_scored=n_given
+    )
     build_method(name, {}).calibrate(run)
     (made,) = plans
     n_windows, n_scored = len(made.starts), made.n_scored
-    assert n_windows == (2 if n_rows > 900 else 1) and n_scored >= LEAST_SCORED
+    assert n_windows == (2 if (n_given or n_rows) > (20 if n_given else 900) else 1)
+    assert n_scored == n_given if n_given else n_scored >= LEAST_SCORED
     assert counted.rows.total() == pytest.approx(made.n_rows * N_LAYER)
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1)
 

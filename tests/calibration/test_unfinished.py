@@ -33,7 +33,7 @@ def must_not_run():
     raise AssertionError("this was measured already")
 
 
-def calibrated(path, reports):
+def calibrated(path, reports, n_scored=0):
     sequence = open_sequence(
         path, build_method("full", {}), CONFIG, None, lambda *report: reports.append(report)
     )
@@ -42,8 +42,9 @@ def calibrated(path, reports):
         from sparsekv_cli.calibration.calibrations import built_in_text
 
         return calibrations.calibrate(
-            build_method("faedkv", {}), built_in_text(), 4096, lambda *each: reports.append(each)
-        ).tensors
+            build_method("faedkv", {}), built_in_text(), 4096,
+            lambda *each: reports.append(each), n_scored,
+        ).tensors  # fmt: skip
     finally:
         sequence.model.gguf.close()
 
@@ -74,8 +75,11 @@ def test_an_interrupted_calibration_goes_on(model, monkeypatch):
     assert len(list(folder.glob("*.unfinished"))) == 1
     assert not any("known" in note for _, _, note in reports)
 
-    passes.clear()
     interrupt_at = None
+    calibrated(model, reports, n_scored=4)  # other trials
+    assert len(list(folder.glob("*.unfinished"))) == 1
+
+    passes.clear()
     found = calibrated(model, reports)
     assert len(passes) == n_passes - N_BEFORE and not list(folder.iterdir())
     line = f"{n_known} trials are known from a run that was interrupted"

@@ -68,11 +68,12 @@ def test_what_is_written_and_said(model, fake, invoke):
         {"name": "means", "type": "float32", "shape": [2, 2, 16]},
         {"name": "stride", "type": "uint8", "shape": [2]},
     ]
-    people = invoke("calibrate", "-m", str(model), "--method", "fake", "--tokens", "270")
+    options = ["--tokens", "270", "--scored-rows", "6"]
+    people = invoke("calibrate", "-m", str(model), "--method", "fake", *options)
     assert people.code == 0 and people.out == ""
     assert people.err.startswith("calibrating fake for this model") and "270 tokens" in people.err
     assert str(beside) in people.err and people.err.endswith("MiB\n")
-    assert [len(ids) for ids in fake.runs] == [N_CTX, 270]
+    assert [len(ids) for ids in fake.runs] == [N_CTX, 270] and fake.scored == [0, 6]
 
 
 def test_runs_take_what_was_calibrated(model, fake, invoke):
@@ -118,6 +119,10 @@ def test_what_cannot_be_done(model, fake, invoke, tmp_path, monkeypatch):
     for name in ("topk", "nothing", "fake,", ""):
         assert "choose from fake" in refused(invoke, 2, *base, "--method", name)
     assert "--tokens" in refused(invoke, 2, *base, "--tokens", "0")
+    for n in ("1", "49", "x"):
+        assert "2 to 48" in refused(invoke, 2, *base, "--scored-rows", n)
+    line = refused(invoke, 2, *base, "--scored-rows", "4", "--method", "auto")
+    assert "--scored-rows: --method auto" in line
     short = tmp_path / "short.txt"
     short.write_text("a few words")
     assert "too few" in refused(invoke, 1, *base, "-f", str(short))

@@ -28,6 +28,7 @@ class Fake(Method):
     use: ClassVar[str] = "tests"
     needs: ClassVar[str] = CALIBRATION
     runs: ClassVar[list[list[int]]] = []  # the ids of every calibration
+    scored: ClassVar[list[int]] = []  # and its ``n_scored``
 
     budget: Budget = option(Budget(share=0.5), "rows: N or P%")
 
@@ -37,6 +38,7 @@ class Fake(Method):
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
         """Means of the keys before RoPE, f32 (L, G, d); strides u8 (L,), 2 and more."""
         self.runs.append(list(run.ids))
+        self.scored.append(run.n_scored)
         means = np.zeros((len(run.specs), run.specs[0].n_head_kv, run.specs[0].head_dim), "f4")
         caches = [MeanKeys(spec, means[spec.layer]) for spec in run.specs]
         run.progress(0.5)
@@ -90,6 +92,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
     """Puts the method into the table, under the name ``fake``."""
     monkeypatch.setattr(Fake, "__module__", MODULE)
     monkeypatch.setattr(Fake, "runs", [])
+    monkeypatch.setattr(Fake, "scored", [])
     monkeypatch.setitem(sys.modules, MODULE, sys.modules[__name__])
     monkeypatch.setitem(methods.METHODS, NAME, f"{NAME}:Fake")
     return Fake
