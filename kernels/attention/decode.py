@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sparsekv_cli.kernels.attention.merge import merge
 from sparsekv_cli.kernels.attention.rows import (
     NewRow,
     check_new,
@@ -57,11 +58,16 @@ def _width(d: int, d_v: int) -> int:
     return max(triton.next_power_of_2(max(d, d_v)), TILE)
 
 
+def count_splits(n_batch: int, n_list: int, d: int, d_v: int, n_max: int) -> int:
+    """Returns the splits of ``attend_dense`` (n_list = G) or ``attend_rows`` (n_list = U)."""
+    return _tiling(n_batch * n_list, n_max, _width(d, d_v))[1]
+
+
 def attend_scratch(
     n_batch: int, n_head: int, n_list: int, d: int, d_v: int, n_max: int, device: torch.device
 ) -> AttendScratch:
     """Allocates memory for ``attend_dense`` (n_list = G) or ``attend_rows`` (n_list = U)."""
-    _, n_split = _tiling(n_batch * n_list, n_max, _width(d, d_v))
+    n_split = count_splits(n_batch, n_list, d, d_v, n_max)
     return AttendScratch(
         torch.empty(n_split, n_batch, n_head, d_v, dtype=torch.float32, device=device),
         torch.empty(n_split, n_batch, n_head, dtype=torch.float32, device=device),
@@ -234,12 +240,29 @@ def attend_rows(
     U is the number of lists: H (one a query head) or G (one a kv head, shared by its group). Other
     arguments: see ``attend_dense``. A list without rows gives 0, and -inf as its lse.
     """
+    return _attend(q, k, v, _listed(q, k, idx, counts), softmax, out, lse, scratch)
+
+
+def attend_pieces(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    idx: torch.Tensor,
+    counts: torch.Tensor,
+    softmax: ScoreSoftmax | float,
+    out: AttendScratch,
+) -> None:
+    """Computes ``attend_rows`` in ``count_splits`` pieces, for ``merge`` with other pieces."""
+    _launch_attend(q, k, v, _listed(q, k, idx, counts), softmax, *out)
+
+
+def _listed(q: torch.Tensor, k: torch.Tensor, idx: torch.Tensor, counts: torch.Tensor) -> _Rows:
     n_batch, n_list, n_max = idx.shape
     check("idx", idx, torch.int32, (n_batch, n_list, n_max), q.device, strided=True)
     check("counts", counts, torch.int32, (n_batch, n_list), q.device)
     if n_list not in (q.shape[1], k.shape[1]):
         raise ValueError(f"idx has {n_list} lists: expected {q.shape[1]} or {k.shape[1]}")
-    return _attend(q, k, v, _Rows(idx, counts, n_list, n_max), softmax, out, lse, scratch)
+    return _Rows(idx, counts, n_list, n_max)
 
 
 def _attend(
@@ -254,6 +277,35 @@ def _attend(
     others: Attended | None = None,
     new: NewRow | None = None,
 ) -> torch.Tensor:
+    (n_batch, n_head, d), d_v, device = q.shape, row_elements(v), q.device
+    if out is None:
+        out = torch.empty(n_batch, n_head, d_v, dtype=torch.float32, device=device)
+    check("out", out, torch.float32, (n_batch, n_head, d_v), device)
+    if lse is not None:
+        check("lse", lse, torch.float32, (n_batch, n_head), device)
+    n_list, n_max = rows.n_list, rows.n_max
+    if count_splits(n_batch, n_list, d, d_v, n_max) == 1:
+        pieces_lse = None if lse is None else lse[None]
+        _launch_attend(q, k, v, rows, softmax, out[None], pieces_lse, others, new)
+        return out
+    if scratch is None:
+        scratch = attend_scratch(n_batch, n_head, n_list, d, d_v, n_max, device)
+    _launch_attend(q, k, v, rows, softmax, *scratch, others, new)
+    return merge(*scratch, out, lse)
+
+
+def _launch_attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: _Rows,
+    softmax: ScoreSoftmax | float,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    others: Attended | None = None,
+    new: NewRow | None = None,
+) -> None:
+    """Writes the pieces of all splits: out f32 (S, B, H, d_v), lse f32 (S, B, H)."""
     (n_batch, n_head, d), (idx, n, n_list, n_max, window) = q.shape, rows
     n_kv_head, d_v, device = k.shape[1], row_elements(v), q.device
     softmax = softmax_of(softmax, n_head, device)
@@ -262,107 +314,25 @@ def _attend(
     check_rows("v", v, (n_batch, n_kv_head, k.shape[2]), d_v, device)
     if n_head % n_kv_head:
         raise ValueError(f"q has {n_head} heads: expected a multiple of k's {n_kv_head}")
-    if out is None:
-        out = torch.empty(n_batch, n_head, d_v, dtype=torch.float32, device=device)
-    check("out", out, torch.float32, (n_batch, n_head, d_v), device)
-    if lse is not None:
-        check("lse", lse, torch.float32, (n_batch, n_head), device)
     if others is not None:
         check("others.out", others.out, torch.float32, (n_batch, n_head, d_v), device)
         check("others.lse", others.lse, torch.float32, (n_batch, n_head), device)
     if new is not None:
         check_new(new, k, v, d)
     block, n_split = _tiling(n_batch * n_list, n_max, _width(d, d_v))
-    if n_split == 1:
-        scratch = None
-    elif scratch is None:
-        scratch = attend_scratch(n_batch, n_head, n_list, d, d_v, n_max, device)
-    pieces, pieces_lse = out, lse
-    if scratch is not None:
-        pieces, pieces_lse = scratch
-        check("scratch.out", pieces, torch.float32, (n_split, *out.shape), device)
-        check("scratch.lse", pieces_lse, torch.float32, (n_split, n_batch, n_head), device)
+    check("scratch.out", out, torch.float32, (n_split, n_batch, n_head, d_v), device)
+    if lse is not None:
+        check("scratch.lse", lse, torch.float32, (n_split, n_batch, n_head), device)
     _attend_kernel[(n_split, n_batch * n_list)](
-        q, k, v, idx, n, *(others or (None, None)), *(new or (None, None)), softmax.sinks, pieces,
-        pieces_lse, softmax.scale, softmax.softcap, *(window or (0, 0)), n_head, n_list, n_split,
+        q, k, v, idx, n, *(others or (None, None)), *(new or (None, None)), softmax.sinks, out,
+        lse, softmax.scale, softmax.softcap, *(window or (0, 0)), n_head, n_list, n_split,
         *k.stride()[:3], *v.stride()[:3], *((0, 0) if idx is None else idx.stride()[:2]),
         GROUP=n_head // n_kv_head, HEADS=n_head // n_list,
         TILE_H=max(TILE, triton.next_power_of_2(n_head // n_list)), D=d, D_V=d_v,
         BLOCK_D=_width(d, d), BLOCK_V=_width(d_v, d_v), BLOCK_N=block, GATHER=idx is not None,
         HALVES=q.dtype != torch.float16, HAS_OTHERS=others is not None, HAS_NEW=new is not None,
-        HAS_LSE=pieces_lse is not None, CAPPED=softmax.softcap > 0,
+        HAS_LSE=lse is not None, CAPPED=softmax.softcap > 0,
         SINKS=softmax.sinks is not None, WINDOW=window is not None,
         # Row numbers must arrive before rows can be loaded. So a list needs more stages.
         num_warps=4, num_stages=3 if idx is None else 5,
     )  # fmt: skip
-    if scratch is not None:
-        merge(*scratch, out, lse)
-    return out
-
-
-def merge_ref(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch reference: outs (S, B, H, d_v), lses (S, B, H) -> out (B, H, d_v), lse (B, H), f64."""
-    lse = torch.logsumexp(lses.double(), 0)
-    weight = torch.where(lse > -torch.inf, torch.exp(lses.double() - lse), 0)[..., None]
-    return torch.where(weight > 0, weight * outs.double(), 0).sum(0), lse
-
-
-@triton.jit(do_not_specialize=["n_piece"])
-def _merge_kernel(
-    outs_ptr, lses_ptr, out_ptr, lse_ptr, n_piece, n_row, D_V: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, HAS_LSE: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    peak = float("-inf")
-    for start in range(0, n_piece, BLOCK_S):
-        s = start + tl.arange(0, BLOCK_S)
-        lses = tl.load(lses_ptr + s * n_row + row, mask=s < n_piece, other=float("-inf"))
-        peak = tl.maximum(peak, tl.max(lses, 0))
-    top = tl.where(peak > float("-inf"), peak, 0.0)
-    mass = 0.0
-    acc = tl.zeros([BLOCK_V], tl.float32)
-    for start in range(0, n_piece, BLOCK_S):
-        s = start + tl.arange(0, BLOCK_S)
-        at = s * n_row + row
-        lses = tl.load(lses_ptr + at, mask=s < n_piece, other=float("-inf"))
-        weight = tl.exp2((lses - top) * 1.4426950408889634)
-        outs = tl.load(
-            outs_ptr + at[:, None] * D_V + c[None, :],
-            mask=(weight > 0)[:, None] & (c < D_V)[None, :], other=0.0,
-        )  # fmt: skip
-        mass += tl.sum(weight, 0)
-        acc += tl.sum(weight[:, None] * outs, 0)
-    safe = tl.where(mass > 0, mass, 1.0)
-    tl.store(out_ptr + row * D_V + c, acc / safe, mask=c < D_V)
-    if HAS_LSE:
-        lse = tl.where(mass > 0, top + tl.log(safe), float("-inf"))
-        tl.store(lse_ptr + row, lse, mask=tl.program_id(1) == 0)
-
-
-def merge(
-    outs: torch.Tensor,
-    lses: torch.Tensor,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Merges attention over S disjoint sets of rows to attention over their union (B, H, d_v).
-
-    outs f32 (S, B, H, d_v), lses f32 (S, B, H); an output whose lse is -inf is ignored. lse f32 (B,
-    H), if given, is set to the lse of the union.
-    """
-    n_piece, n_batch, n_head, d_v = outs.shape
-    device = outs.device
-    check("outs", outs, torch.float32, (None, None, None, None), device)
-    check("lses", lses, torch.float32, (n_piece, n_batch, n_head), device)
-    if out is None:
-        out = torch.empty(n_batch, n_head, d_v, dtype=torch.float32, device=device)
-    check("out", out, torch.float32, (n_batch, n_head, d_v), device)
-    if lse is not None:
-        check("lse", lse, torch.float32, (n_batch, n_head), device)
-    block = min(32, triton.next_power_of_2(d_v))
-    _merge_kernel[(n_batch * n_head, triton.cdiv(d_v, block))](
-        outs, lses, out, lse, n_piece, n_batch * n_head, D_V=d_v, BLOCK_S=64, BLOCK_V=block,
-        HAS_LSE=lse is not None, num_warps=4,
-    )  # fmt: skip
-    return out

@@ -2,7 +2,7 @@
 
 A program takes some of the chosen rows of one kv head. It multiplies their latents by D and rotates
 the keys to their positions. It attends to them and decodes the stored values of 4 or 2 bits.
-``merge`` (attention/decode.py) joins the programs' pieces and the attention over the exact rows.
+``merge`` (attention/merge.py) joins the programs' pieces and the attention over the exact rows.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ PROGRAMS = 128  # fewest programs, if possible
 
 
 class Pieces(NamedTuple):
-    """Attention over S sets of rows, for ``merge``. The last set is the exact rows."""
+    """Attention over S sets of rows, for ``merge``. The last sets are the exact rows."""
 
     out: torch.Tensor  # f32 (S, B, H, d_v)
     lse: torch.Tensor  # f32 (S, B, H)
@@ -127,10 +127,10 @@ def _rows_a_piece(n_batch: int, n_kv: int, m: int) -> int:
 
 
 def empty_pieces(
-    n_batch: int, n_head: int, n_kv: int, d_v: int, m: int, device: torch.device
+    n_batch: int, n_head: int, n_kv: int, d_v: int, m: int, n_exact: int, device: torch.device
 ) -> Pieces:
-    """Allocates pieces for ``attend_latents`` of at most m chosen rows, and for the exact rows."""
-    n_piece = triton.cdiv(m, _rows_a_piece(n_batch, n_kv, m)) + 1
+    """Allocates pieces for ``attend_latents`` of at most m chosen rows, and n_exact others."""
+    n_piece = triton.cdiv(m, _rows_a_piece(n_batch, n_kv, m)) + n_exact
     shape = n_piece, n_batch, n_head
     return Pieces(torch.empty(*shape, d_v, device=device), torch.empty(shape, device=device))
 
@@ -148,7 +148,7 @@ def attend_latents(
     first: int,
     out: Pieces,
 ) -> None:
-    """Computes attention over the chosen latents, in pieces: all of ``out`` except the last piece.
+    """Computes attention over the chosen latents, in the first pieces of ``out``.
 
     q f32 (B, H, d), rotated; idx int32 (B, 1, m): counts int32 (B, 1) chosen latents, counted from
     position ``first`` on. latents f16 (B, capacity, r) and values uint8 (B, capacity, G, head
@@ -165,8 +165,10 @@ def attend_latents(
     check("values", values, torch.uint8, (n_batch, capacity, n_kv, size), device)
     rows = _rows_a_piece(n_batch, n_kv, m)
     n_piece = triton.cdiv(m, rows)
-    check("out.out", out.out, torch.float32, (n_piece + 1, n_batch, n_head, d_v), device)
-    check("out.lse", out.lse, torch.float32, (n_piece + 1, n_batch, n_head), device)
+    check("out.out", out.out, torch.float32, (None, n_batch, n_head, d_v), device)
+    check("out.lse", out.lse, torch.float32, (len(out.out), n_batch, n_head), device)
+    if len(out.out) < n_piece:
+        raise ValueError(f"out has {len(out.out)} pieces: expected {n_piece} or more")
     half, group = len(basis.half_turns), n_head // n_kv
     _attend_latents_kernel[(n_piece, n_batch * n_kv)](
         q, idx, counts, latents, values, values.view(torch.float16), basis.decode,

@@ -16,10 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
+from sparsekv_cli.kernels.attention.rows import NewRow, check_new
 from sparsekv_cli.kernels.checks import check
 
 GROUP = 32  # channels of values that share a scale
 ROPE_BLOCK = 128  # tokens that share a query when latents are scored
+ROWS = 4  # elements of a latent that a program makes
 LARGEST = 10  # binary exponent of the largest entry of E and D
 
 
@@ -182,48 +184,37 @@ def empty_exact(
 
 
 @triton.jit
-def _append_latent_kernel(
-    latent_ptr, k_new_ptr, v_new_ptr, pos_ptr, budget_ptr, latents_ptr, values_ptr, halves_ptr,
-    k_ptr, v_ptr, listed_ptr, counts_ptr, n_latent_ptr, k_latent_ptr, floor_ptr,
-    n_kv, capacity, factor, n_back, first, window, ring,
-    R: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BITS: tl.constexpr,
-    HEAD_BYTES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK_L: tl.constexpr,
+def _encode_part(
+    nope_at, encode_ptr, latent_at, r, factor, R: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    b, g = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    pos = tl.load(pos_ptr + b)
-    n, row, unit = pos + 1, b * capacity + pos, b * n_kv + g
-    # The exact row.
-    slot = tl.where(pos < first, pos, first + pos % ring)
-    at = unit * (first + ring) + slot
-    c = tl.arange(0, BLOCK_D)
-    k = tl.load(k_new_ptr + unit * D + c, mask=c < D)
-    v = tl.load(v_new_ptr + unit * D_V + c, mask=c < D_V)
-    tl.store(k_ptr + at * D + c, k.to(tl.float16), mask=c < D)
-    tl.store(v_ptr + at * D_V + c, v.to(tl.float16), mask=c < D_V)
-    # The list of the exact rows to which a step attends.
-    start = tl.maximum(tl.maximum(n - window, tl.load(floor_ptr + b)), first)
-    n_first = tl.minimum(first, n)
-    j = tl.arange(0, BLOCK_L)
-    count = n_first + tl.maximum(n - start, 0)
-    listed = tl.where(j < n_first, j, first + (start + j - n_first) % ring)
-    tl.store(listed_ptr + unit * (first + window) + j, listed, mask=j < count)
-    tl.store(counts_ptr + unit, count)
-    if g == 0:
-        tl.store(n_latent_ptr + b, start - first)
-        tl.store(k_latent_ptr + b, tl.load(budget_ptr + b) + n_back)
-        r = tl.arange(0, BLOCK_R)
-        latent = tl.load(latent_ptr + b * R + r, mask=r < R) * factor
-        tl.store(latents_ptr + row * R + r, latent.to(tl.float16), mask=r < R)
-    values_at = (row * n_kv + g) * HEAD_BYTES
+    """Writes the elements r of a latent: those rows of E^T times a key before RoPE."""
+    sums = tl.zeros([r.shape[0], BLOCK], tl.float32)
+    for start in range(0, SIZE, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        x = tl.load(nope_at + c, mask=c < SIZE, other=0.0)
+        mask = (r < R)[:, None] & (c < SIZE)[None, :]
+        encode = tl.load(encode_ptr + r[:, None] * SIZE + c[None, :], mask=mask, other=0.0)
+        sums += encode.to(tl.float32) * x[None, :]
+    tl.store(latent_at + r, (tl.sum(sums, 1) * factor).to(tl.float16), mask=r < R)
+
+
+@triton.jit
+def _store_values(
+    v_new_at, values_ptr, halves_ptr, at, D_V: tl.constexpr, BITS: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Packs the new values of a kv head. at: their first byte in ``values_ptr``."""
     if BITS == 16:
-        tl.store(halves_ptr + values_at // 2 + c, v.to(tl.float16), mask=c < D_V)
+        c = tl.arange(0, BLOCK_V)
+        v = tl.load(v_new_at + c, mask=c < D_V)
+        tl.store(halves_ptr + at // 2 + c, v.to(tl.float16), mask=c < D_V)
     else:
         BYTES: tl.constexpr = 4 * BITS  # of a group's codes
         TOP: tl.constexpr = 2**BITS - 1
         group = tl.arange(0, GROUPS)[:, None]
         channel = group * 32 + tl.arange(0, 32)[None, :]
-        x = tl.load(v_new_ptr + unit * D_V + channel, mask=channel < D_V, other=0.0)
+        x = tl.load(v_new_at + channel, mask=channel < D_V, other=0.0)
         x = x.to(tl.float16).to(tl.float32)
         low = tl.min(tl.where(channel < D_V, x, float("inf")), axis=1)[:, None]
         high = tl.max(tl.where(channel < D_V, x, float("-inf")), axis=1)[:, None]
@@ -236,23 +227,66 @@ def _append_latent_kernel(
         shifts = BITS * tl.arange(0, 8 // BITS)[None, :, None]
         packed = tl.sum(fields << shifts, axis=1)
         has_group = group * 32 < D_V
-        group_at = values_at + group * (4 + BYTES)
+        group_at = at + group * (4 + BYTES)
         tl.store(halves_ptr + group_at // 2, scale, mask=has_group)
         tl.store(halves_ptr + group_at // 2 + 1, minimum, mask=has_group)
         byte = tl.arange(0, BYTES)[None, :]
         tl.store(values_ptr + group_at + 4 + byte, packed.to(tl.uint8), mask=has_group)
 
 
+@triton.jit
+def _append_latent_kernel(
+    nope_ptr, encode_ptr, k_new_ptr, v_new_ptr, pos_ptr, budget_ptr, latents_ptr, values_ptr,
+    halves_ptr, k_ptr, v_ptr, listed_ptr, counts_ptr, n_latent_ptr, k_latent_ptr, floor_ptr,
+    n_kv, capacity, factor, n_back, first, window, ring,
+    R: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BITS: tl.constexpr,
+    HEAD_BYTES: tl.constexpr, BLOCK_D: tl.constexpr, GROUPS: tl.constexpr, BLOCK_L: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program adds a kv head's exact row and values, or ROWS elements of the latent."""
+    b, g = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    pos = tl.load(pos_ptr + b)
+    row = b * capacity + pos
+    if g >= n_kv:
+        r = (g - n_kv) * ROWS + tl.arange(0, ROWS)
+        latent_at = latents_ptr + row * R
+        _encode_part(nope_ptr + b * SIZE, encode_ptr, latent_at, r, factor, R, SIZE, BLOCK)
+    else:
+        n, unit = pos + 1, b * n_kv + g
+        # The exact row.
+        slot = tl.where(pos < first, pos, first + pos % ring)
+        at = unit * (first + ring) + slot
+        c = tl.arange(0, BLOCK_D)
+        k = tl.load(k_new_ptr + unit * D + c, mask=c < D)
+        v = tl.load(v_new_ptr + unit * D_V + c, mask=c < D_V)
+        tl.store(k_ptr + at * D + c, k.to(tl.float16), mask=c < D)
+        tl.store(v_ptr + at * D_V + c, v.to(tl.float16), mask=c < D_V)
+        # The list of the exact rows to which a step attends.
+        start = tl.maximum(tl.maximum(n - window, tl.load(floor_ptr + b)), first)
+        n_first = tl.minimum(first, n)
+        j = tl.arange(0, BLOCK_L)
+        count = n_first + tl.maximum(n - start, 0)
+        listed = tl.where(j < n_first, j, first + (start + j - n_first) % ring)
+        tl.store(listed_ptr + unit * (first + window) + j, listed, mask=j < count)
+        tl.store(counts_ptr + unit, count)
+        if g == 0:
+            tl.store(n_latent_ptr + b, start - first)
+            tl.store(k_latent_ptr + b, tl.load(budget_ptr + b) + n_back)
+        values_at = (row * n_kv + g) * HEAD_BYTES
+        _store_values(
+            v_new_ptr + unit * D_V, values_ptr, halves_ptr, values_at, D_V, BITS, GROUPS, BLOCK_D
+        )
+
+
 def append_latent(
-    latent: torch.Tensor,
-    k_new: torch.Tensor,
-    v_new: torch.Tensor,
+    k_nope: torch.Tensor,
+    new: NewRow,
     pos: torch.Tensor,
     budget: torch.Tensor,
     latents: torch.Tensor,
     values: torch.Tensor,
     exact: Exact,
-    factor: float,
+    basis: DeviceBasis,
     bits: int,
     first: int,
     window: int,
@@ -260,32 +294,30 @@ def append_latent(
 ) -> None:
     """Adds a row to each sequence at position pos int32 (B,), exact and latent; lists exact rows.
 
-    latent f32 (B, r), times ``factor``; k_new f32 (B, G, d), v_new f32 (B, G, d_v); budget int32
-    (B,). latents f16 (B, capacity, r) and values uint8 (B, capacity, G, head bytes), both by
-    position. Exact rows are the first ``first`` and the last ``window`` rows that the ring holds. A
-    step chooses budget + n_back of the latents between.
+    k_nope f32 (B, G, d): the new keys before RoPE, which become a latent; budget int32 (B,).
+    latents f16 (B, capacity, r) and values uint8 (B, capacity, G, head bytes), both by position.
+    Exact rows are the first ``first`` and the last ``window`` rows that the ring holds. A step
+    chooses budget + n_back of the latents between.
     """
-    n_batch, n_kv, d = k_new.shape
-    d_v, device, capacity, r = v_new.shape[2], k_new.device, latents.shape[1], latents.shape[2]
-    size = head_bytes(d_v, bits)
-    slots = exact.k.shape[2]
-    check("latent", latent, torch.float32, (n_batch, r), device)
-    check("k_new", k_new, torch.float32, (None, None, None), device)
-    check("v_new", v_new, torch.float32, (n_batch, n_kv, d_v), device)
+    n_batch, n_kv, d = new.k.shape
+    d_v, device, (_, capacity, r) = new.v.shape[2], new.k.device, latents.shape
+    size, slots = head_bytes(d_v, bits), exact.k.shape[2]
+    check("k_nope", k_nope, torch.float32, (n_batch, basis.n_kv, basis.d), device)
+    check_new(new, exact.k, exact.v, d)
     check("pos", pos, torch.int32, (n_batch,), device)
     check("budget", budget, torch.int32, (n_batch,), device)
-    check("latents", latents, torch.float16, (n_batch, None, None), device)
+    check("latents", latents, torch.float16, (n_batch, None, len(basis.encode)), device)
     check("values", values, torch.uint8, (n_batch, capacity, n_kv, size), device)
     check("exact.k", exact.k, torch.float16, (n_batch, n_kv, slots, d), device)
     check("exact.v", exact.v, torch.float16, (n_batch, n_kv, slots, d_v), device)
     check("exact.listed", exact.listed, torch.int32, (n_batch, n_kv, first + window), device)
     if slots < first + window:
         raise ValueError(f"exact.k has {slots} slots: expected {first + window} or more")
-    _append_latent_kernel[(n_batch, n_kv)](
-        latent, k_new, v_new, pos, budget, latents, values, values.view(torch.float16), *exact,
-        n_kv, capacity, factor, n_back, first, window, slots - first, R=r, D=d, D_V=d_v, BITS=bits,
-        HEAD_BYTES=size, BLOCK_R=triton.next_power_of_2(r),
-        BLOCK_D=triton.next_power_of_2(max(d, d_v)),
+    _append_latent_kernel[(n_batch, n_kv + triton.cdiv(r, ROWS))](
+        k_nope, basis.encode, *new, pos, budget, latents, values, values.view(torch.float16),
+        *exact, n_kv, capacity, basis.encode_factor, n_back, first, window, slots - first, R=r, D=d,
+        D_V=d_v, BITS=bits, HEAD_BYTES=size, BLOCK_D=triton.next_power_of_2(max(d, d_v)),
         GROUPS=triton.next_power_of_2(-(-d_v // GROUP)),
-        BLOCK_L=triton.next_power_of_2(first + window), num_warps=1,
+        BLOCK_L=triton.next_power_of_2(first + window), ROWS=ROWS, SIZE=n_kv * d,
+        BLOCK=min(1024, triton.next_power_of_2(n_kv * d)), num_warps=4,
     )  # fmt: skip

@@ -113,12 +113,18 @@ def _score_latents_kernel(
 
 @triton.jit(do_not_specialize=["n_chunk"])
 def _head_lse_kernel(
-    peaks_ptr, masses_ptr, exact_lse_ptr, out_ptr, n_head, n_chunk, BLOCK: tl.constexpr
+    peaks_ptr, masses_ptr, exact_lse_ptr, out_ptr, n_exact, n_head, n_chunk, BLOCK: tl.constexpr
 ):
     unit = tl.program_id(0)
     b, h = (unit // n_head).to(tl.int64), unit % n_head
     peak = tl.load(exact_lse_ptr + unit)
     mass = tl.where(peak > float("-inf"), 1.0, 0.0)
+    for piece in range(1, n_exact):
+        lse = tl.load(exact_lse_ptr + piece * tl.num_programs(0) + unit)
+        new_peak = tl.maximum(peak, lse)
+        safe = tl.where(new_peak > float("-inf"), new_peak, 0.0)
+        mass = mass * tl.exp(peak - safe) + tl.exp(lse - safe)
+        peak = new_peak
     for start in range(0, n_chunk, BLOCK):
         i = start + tl.arange(0, BLOCK)
         at = (b * n_chunk + i) * n_head + h
@@ -176,8 +182,8 @@ def score_latents(
     q f32 (B, H, d), rotated to its position. damp f32 (pairs,): factors of the rotated pairs; 0 for
     pairs that rotate much within a block. latents f16 (B, capacity, r), by position. The positions
     first .. first + n[b] are scored, n int32 (B,) <= n_max, by their first ``score_rank`` columns.
-    exact_lse f32 (B, H): log of the sum of exponentials of the other rows' scores. tops: memory for
-    what ``select_largest`` needs of long rows.
+    exact_lse f32 (S, B, H): log of the sum of exponentials of S sets of other rows. tops: memory
+    for what ``select_largest`` needs of long rows.
     """
     n_batch, n_head, d = q.shape
     capacity, r = latents.shape[1:]
@@ -186,7 +192,7 @@ def score_latents(
     check("damp", damp, torch.float32, (half,), device)
     check("latents", latents, torch.float16, (n_batch, None, basis.decode.shape[0]), device)
     check("n", n, torch.int32, (n_batch,), device)
-    check("exact_lse", exact_lse, torch.float32, (n_batch, n_head), device)
+    check("exact_lse", exact_lse, torch.float32, (None, n_batch, n_head), device)
     n_tile = triton.cdiv(n_max, ROPE_BLOCK * QUERY_TILE)
     shape = n_batch, n_tile * QUERY_TILE, n_head, score_rank
     queries = torch.empty(shape, dtype=torch.float16, device=device)
@@ -211,7 +217,7 @@ def score_latents(
     )  # fmt: skip
     lse = torch.empty(n_batch, n_head, device=device)
     _head_lse_kernel[(n_batch * n_head,)](
-        peaks, masses, exact_lse, lse, n_head, n_chunk, BLOCK=256, num_warps=2
+        peaks, masses, exact_lse, lse, len(exact_lse), n_head, n_chunk, BLOCK=256, num_warps=2
     )
     out = torch.empty(n_batch, 1, n_max, dtype=torch.float32, device=device)
     top_keys, n_group, size = parts_of_tops(tops, n_batch, 1, n_max, device)

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from sparsekv_cli.kernels.attention import decode, prefill, recent, rows, scores, select
+from sparsekv_cli.kernels.attention.merge import merge
 from sparsekv_cli.kernels.attention.rows import NewRow, row_items
 from sparsekv_cli.kernels.attention.softmax import RingWindow, ScoreSoftmax
 
@@ -56,6 +57,13 @@ def attention_decode() -> Launches:
         idx, row = torch.zeros(2, n_kv, 512, dtype=torch.int32), NewRow(new, new)
         yield partial(decode.attend_dense, q, cache, cache, n, 32768, 1.0, new=row)
         yield partial(decode.attend_rows, q, cache, cache, idx, idx[:, :, 0].contiguous(), 1.0)
+
+
+def attention_merge() -> Launches:
+    for n_piece, n_head, d in ((3, 32, 128), (17, 9, 64), (99, 8, 80)):
+        outs, lses = torch.empty(n_piece, 2, n_head, d), torch.empty(n_piece, 2, n_head)
+        yield partial(merge, outs, lses)
+        yield partial(merge, outs, lses, lse=torch.empty(2, n_head))
 
 
 def attention_prefill() -> Launches:

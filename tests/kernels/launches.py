@@ -12,6 +12,7 @@ from attention_launches import (
     CPU,
     Launches,
     attention_decode,
+    attention_merge,
     attention_prefill,
     attention_recent,
     attention_rows,
@@ -38,8 +39,8 @@ from sparsekv_cli.kernels.weights import dot, matvec, packed
 from sparsekv_cli.kernels.weights.dequantize import dequantize
 
 __all__ = [
-    "attention_decode", "attention_prefill", "attention_recent", "attention_rows",
-    "attention_scores", "attention_select",
+    "attention_decode", "attention_merge", "attention_prefill", "attention_recent",
+    "attention_rows", "attention_scores", "attention_select",
 ]  # fmt: skip
 
 
@@ -241,7 +242,7 @@ def sals_attention() -> Launches:
         values = torch.zeros(shape, dtype=torch.uint8)
         idx = torch.zeros(n_batch, 1, m, dtype=torch.int32)
         counts = torch.zeros(n_batch, 1, dtype=torch.int32)
-        out = attention.empty_pieces(n_batch, n_head, n_kv, d, m, CPU)
+        out = attention.empty_pieces(n_batch, n_head, n_kv, d, m, 1, CPU)
         yield partial(
             attention.attend_latents, torch.zeros(n_batch, n_head, d), idx, counts, latents,
             values, basis, bits, d, 1.0, 16, out,
@@ -259,10 +260,13 @@ def sals_latent() -> Launches:
         latents = torch.zeros(2, 512, rank, dtype=torch.float16)
         size = latent.head_bytes(d, bits)
         values = torch.zeros(2, 512, n_kv, size, dtype=torch.uint8)
-        z, new, n = torch.zeros(2, rank), torch.zeros(2, n_kv, d), torch.zeros(2, dtype=torch.int32)
+        new, n = torch.zeros(2, n_kv, d), torch.zeros(2, dtype=torch.int32)
+        ones, theta = np.ones(n_kv * d), np.ones(d // 2)
+        basis = latent.make_basis(np.ones((n_kv * d, rank)), ones, theta, 1.0, n_kv, CPU)
         yield partial(
-            latent.append_latent, z, new, new, n, n, latents, values, exact, 1.0, bits, 16, 64
-        )
+            latent.append_latent, new, NewRow(new, new), n, n, latents, values, exact, basis, bits,
+            16, 64,
+        )  # fmt: skip
 
 
 def sals_scores() -> Launches:
@@ -276,7 +280,7 @@ def sals_scores() -> Launches:
         n = torch.zeros(2, dtype=torch.int32)
         yield partial(
             of_sals.score_latents, torch.zeros(2, n_head, d), torch.zeros(n_rot // 2), basis,
-            latents, rank // 2, n, capacity, 1.0, 16, torch.zeros(2, n_head), tops,
+            latents, rank // 2, n, capacity, 1.0, 16, torch.zeros(1, 2, n_head), tops,
         )  # fmt: skip
         query = torch.zeros(2, rank // 2)
         yield partial(of_sals.score_summed, query, latents, n, capacity, 16, tops)

@@ -7,6 +7,7 @@ from sweeps import sweep
 
 from sparsekv_cli.cpu.attention.decode import attend_rows_ref
 from sparsekv_cli.kernels.attention import decode
+from sparsekv_cli.kernels.attention.merge import merge, merge_ref
 from sparsekv_cli.kernels.attention.rows import NewRow
 
 # (H, G, d, d_v)
@@ -190,11 +191,11 @@ def test_merge_is_attention_over_the_union(n_piece, device):
         counts = torch.full((2, n_kv_head), len(part), dtype=torch.int32, device=device)
         decode.attend_rows(q, k, v, rows, counts, 0.125, outs[piece], lses[piece])
     lse = filled(2, n_head, device=device)
-    out = decode.merge(outs, lses, lse=lse)
+    out = merge(outs, lses, lse=lse)
     wanted, wanted_lse = expected_of(q, k, v, [[np.arange(n)] * n_head] * 2, 0.125)
     assert_close(out, wanted)
     assert_close(lse, wanted_lse, 1e-4)
-    by_reference, its_lse = decode.merge_ref(outs, lses)
+    by_reference, its_lse = merge_ref(outs, lses)
     assert_close(out, by_reference.cpu().numpy(), 1e-5)
     assert_close(lse, its_lse.cpu().numpy(), 1e-5)
 
@@ -209,11 +210,11 @@ def test_pieces_without_rows_count_for_nothing(device):
         decode.attend_rows(q, k, v, idx, counts, 0.125, outs[piece], lses[piece])
     assert (outs[0] == 0).all() and (lses[0] == -torch.inf).all()
     outs[0] = torch.nan
-    merged = decode.merge(outs, lses)
+    merged = merge(outs, lses)
     torch.testing.assert_close(merged, outs[1])
-    torch.testing.assert_close(merged, decode.merge_ref(outs, lses)[0].float())
+    torch.testing.assert_close(merged, merge_ref(outs, lses)[0].float())
     lse = filled(1, 2, device=device)
-    nothing = decode.merge(outs[:1], lses[:1], lse=lse)
+    nothing = merge(outs[:1], lses[:1], lse=lse)
     assert (nothing == 0).all() and (lse == -torch.inf).all()
 
 

@@ -8,7 +8,8 @@ from sweeps import sweep
 from sparsekv_cli.cpu.sals import values as quantized_values
 from sparsekv_cli.cpu.sals.latent import encode_ref, reconstruct_ref
 from sparsekv_cli.cpu.sals.queries import brope_ref, damping, summed_ref
-from sparsekv_cli.kernels.attention import decode as attention
+from sparsekv_cli.kernels.attention.merge import merge
+from sparsekv_cli.kernels.attention.rows import NewRow
 from sparsekv_cli.kernels.sals import attention as latent_attention
 from sparsekv_cli.kernels.sals import latent
 from sparsekv_cli.kernels.sals import scores as sals
@@ -76,19 +77,20 @@ def test_values_are_packed_as_on_the_host(bits, d_v, device):
 def test_append_latent(geometry, bits, device):
     """Rows one by one fill latents, values and the ring as all at once do."""
     _, n_kv, d, d_v, _, rank, _ = geometry
+    basis, encode, *_ = basis_of(geometry, device)
     first, window, ring, capacity = 2, 3, 5, 12
     torch.manual_seed(0)
     exact = latent.empty_exact(1, n_kv, (d, d_v), first, window, ring, torch.device(device))
     latents = torch.full((1, capacity, rank), torch.nan, device=device).half()
     size = latent.head_bytes(d_v, bits)
     values = torch.zeros(1, capacity, n_kv, size, dtype=torch.uint8, device=device)
-    rows = [torch.randn(10, *shape) for shape in ((rank,), (n_kv, d), (n_kv, d_v))]
-    z, k, v = (x.half().float().to(device) for x in rows)
+    rows = [torch.randn(10, n_kv, size) for size in (d, d, d_v)]
+    nope, k, v = (x.half().float().to(device) for x in rows)
     for pos in range(10):
         at, budget = (torch.tensor([x], dtype=torch.int32, device=device) for x in (pos, 7))
         latent.append_latent(
-            z[pos : pos + 1], k[pos : pos + 1], v[pos : pos + 1], at, budget, latents, values,
-            exact, 0.5, bits, first, window, n_back=2,
+            nope[pos : pos + 1], NewRow(k[pos : pos + 1], v[pos : pos + 1]), at, budget, latents,
+            values, exact, basis, bits, first, window, n_back=2,
         )  # fmt: skip
         n = pos + 1
         start = max(first, n - window)
@@ -99,14 +101,17 @@ def test_append_latent(geometry, bits, device):
             slots = exact.listed[0, g, : exact.counts[0, g]].long()
             assert torch.equal(exact.k[0, g, slots].float(), k[wanted, g])
             assert torch.equal(exact.v[0, g, slots].float(), v[wanted, g])
-    assert torch.equal(latents[0, :10].float(), z * 0.5) and latents[0, 10:].isnan().all()
+    expected = nope.flatten(1).cpu().double().numpy() @ encode
+    np.testing.assert_allclose(latents[0, :10].cpu(), expected, atol=3e-3 * np.abs(expected).max())
+    assert latents[0, 10:].isnan().all()
     packed = latent.quantize_values(v.half(), bits)
     used = 2 * d_v if bits == 16 else size
     assert torch.equal(values[0, :10, :, :used], packed[..., :used])
     exact.floor.fill_(9)  # the ring has lost what was before
     latent.append_latent(
-        z[9:], k[9:], v[9:], at, budget, latents, values, exact, 1.0, bits, first, window
-    )
+        nope[9:], NewRow(k[9:], v[9:]), at, budget, latents, values, exact, basis, bits, first,
+        window,
+    )  # fmt: skip
     assert exact.n_latent.item() == 9 - first and (exact.counts == first + 1).all()
 
 
@@ -126,8 +131,8 @@ def layer(geometry, ns, device, bits=4):
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("ns", [[1], [257, 65]])
-def test_score_latents(geometry, ns, device):
+@pytest.mark.parametrize(("ns", "n_exact"), [([1], 1), ([257, 65], 3)])
+def test_score_latents(geometry, ns, n_exact, device):
     n_head, _, d, *_, score_rank = geometry
     basis, _, decode, theta = basis_of(geometry, device)
     q_nope, latents, _, n = layer(geometry, ns, device)
@@ -135,7 +140,9 @@ def test_score_latents(geometry, ns, device):
     at = torch.tensor([position], device=device)
     q = latent.rotate(q_nope[:, :, None], at, basis.half_turns, 1.1)[:, :, 0].contiguous()
     damp = torch.from_numpy(damping(theta, latent.ROPE_BLOCK) * np.float32(1.1)).to(device)
-    exact_lse = torch.full((len(ns), n_head), 0.3, device=device)
+    exact_lse = torch.full((n_exact, len(ns), n_head), 0.3, device=device)
+    exact_lse[1:2] = -torch.inf  # a set without rows
+    n_full = max(1, n_exact - 1)
     n_max, scale = 260, d**-0.5
     found = sals.score_latents(
         q, damp, basis, latents, score_rank, n, n_max, scale, FIRST, exact_lse
@@ -147,7 +154,8 @@ def test_score_latents(geometry, ns, device):
             nope, position, rows, FIRST, decode[:, :score_rank], theta, 1.1, latent.ROPE_BLOCK
         )
         weights = np.exp(scores)
-        expected = (weights / (weights.sum(1, keepdims=True) + np.exp(0.3))).sum(0)
+        total = weights.sum(1, keepdims=True) + n_full * np.exp(0.3)
+        expected = (weights / total).sum(0)
         np.testing.assert_allclose(found[b, 0, :n_b].cpu(), expected, rtol=1e-2)
 
 
@@ -182,12 +190,13 @@ def test_attend_latents(geometry, bits, m, device):
     idx[1, :, counts_of[1] :] = 1 << 20
     idx = idx.to(device)
     counts = torch.tensor(counts_of, dtype=torch.int32, device=device)[:, None]
-    pieces = latent_attention.empty_pieces(2, n_head, n_kv, d_v, m, torch.device(device))
+    pieces = latent_attention.empty_pieces(2, n_head, n_kv, d_v, m, 2, torch.device(device))
     pieces.out.fill_(torch.nan)
     latent_attention.attend_latents(
         q, idx, counts, latents, values, basis, bits, d_v, d**-0.5, FIRST, pieces
     )
-    found = attention.merge(pieces.out[:-1], pieces.lse[:-1])
+    assert pieces.out[-2:].isnan().all()
+    found = merge(pieces.out[:-2], pieces.lse[:-2])
     for b, count in enumerate(counts_of):
         positions = FIRST + idx[b, 0, :count].long()
         k = latent.reconstruct_rows(latents[b, positions], positions, basis)

@@ -18,6 +18,8 @@ from sparsekv_cli.device.cache import CachePlan, DeviceCache, DeviceInput, atten
 from sparsekv_cli.device.layers.store import DeviceStore
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention import select
+from sparsekv_cli.kernels.attention.merge import merge
+from sparsekv_cli.kernels.attention.rows import NewRow
 from sparsekv_cli.kernels.sals import attention as latent_attention
 from sparsekv_cli.kernels.sals import latent, scores
 from sparsekv_cli.kernels.weights import dot
@@ -40,10 +42,9 @@ class _Start(NamedTuple):
 
 
 class _Matrices(NamedTuple):
-    """The matrices that all sequences share. encode, score: the basis as matrices of products."""
+    """The matrices that all sequences share. score: a part of the basis as a matrix of products."""
 
     basis: latent.DeviceBasis
-    encode: PackedMatrix
     score: PackedMatrix
     damp: torch.Tensor
 
@@ -74,7 +75,6 @@ class DeviceSALS(DeviceCache):
             size = spec.n_head_kv * spec.head_dim
             self._made = _Matrices(
                 basis,
-                PackedMatrix("F16", self._rank, size, basis.encode),
                 PackedMatrix("F16", self._score_rank, size, basis.decode[: self._score_rank]),
                 torch.from_numpy(damp.astype("f4")).to(self.device),
             )
@@ -238,28 +238,23 @@ class DeviceSALS(DeviceCache):
             return attend_all(x, k, v, self._n_max, self.softmax, out)
         latents, values, *parts = tensors
         exact, basis, bits = latent.Exact(*parts), self._basis, self.method.bits
-        encoded = dot.multiply(self._matrices.encode, x.k_nope.flatten(1))
         latent.append_latent(
-            encoded, x.k, x.v, step.pos, step.budget,
-            latents, values, exact, basis.encode_factor, bits, self._first,
-            self.method.window, self._n_back,
+            x.k_nope, NewRow(x.k, x.v), step.pos, step.budget, latents, values, exact, basis, bits,
+            self._first, self.method.window, self._n_back,
         )  # fmt: skip
-        m = self._n_front + self._k_max
+        n_row, n_kv, m = len(x.q), spec.n_head_kv, self._n_front + self._k_max
+        n_exact = attention.count_splits(
+            n_row, n_kv, spec.head_dim, spec.value_dim, exact.listed.shape[2]
+        )
         pieces = latent_attention.empty_pieces(
-            len(x.q), spec.n_head, spec.n_head_kv, spec.value_dim, m, self.device
+            n_row, spec.n_head, n_kv, spec.value_dim, m, n_exact, self.device
         )
-        attention.attend_rows(
-            x.q,
-            exact.k,
-            exact.v,
-            exact.listed,
-            exact.counts,
-            self.softmax,
-            pieces.out[-1],
-            pieces.lse[-1],
+        of_exact = attention.AttendScratch(*(part[-n_exact:] for part in pieces))
+        attention.attend_pieces(
+            x.q, exact.k, exact.v, exact.listed, exact.counts, self.softmax, of_exact
         )
-        tops = select.empty_tops(len(x.q), 1, self._n_max, self._k_max, self.device)
-        importance = self._importance(x, latents, exact, pieces.lse[-1], tops)
+        tops = select.empty_tops(n_row, 1, self._n_max, self._k_max, self.device)
+        importance = self._importance(x, latents, exact, of_exact.lse, tops)
         idx, counts = self._choose(importance, exact, tops)
         if self.records_attended:
             self._note_positions(idx, counts, int(step.n[0]))
@@ -267,7 +262,7 @@ class DeviceSALS(DeviceCache):
             x.q, idx, counts, latents, values, basis, bits, spec.value_dim, self.softmax.scale,
             self._first, pieces,
         )  # fmt: skip
-        return attention.merge(*pieces, out)
+        return merge(*pieces, out)
 
     def _note_positions(self, idx: torch.Tensor, counts: torch.Tensor, n: int) -> None:
         """Does ``keep_attended`` for chosen latents and exact rows, at n rows of a sequence."""
