@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv_cli.kernels.attention.merge import merge
+from sparsekv_cli.kernels.attention.arrivals import arrive_last, check_arrived
+from sparsekv_cli.kernels.attention.merge import merge, merge_row
 from sparsekv_cli.kernels.attention.rows import (
     NewRow,
     check_new,
@@ -27,6 +28,7 @@ from sparsekv_cli.kernels.checks import check
 QUERY_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 PROGRAMS = 792  # target: six on each of 132 multiprocessors, so that none idles at the end
 TILE = 16  # fewest rows of a tile for tensor cores
+MERGED = 128  # most pieces of the heads of a list that its last program merges
 
 
 class Attended(NamedTuple):
@@ -37,7 +39,7 @@ class Attended(NamedTuple):
 
 
 class AttendScratch(NamedTuple):
-    """The pieces of a call's S splits. The call's second launch merges them."""
+    """The pieces of a call's S splits."""
 
     out: torch.Tensor  # f32 (S, B, H, d_v)
     lse: torch.Tensor  # f32 (S, B, H)
@@ -77,14 +79,19 @@ def attend_scratch(
 @triton.jit(do_not_specialize=["n_split"])
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, idx_ptr, n_ptr, seen_ptr, seen_lse_ptr, k_new_ptr, v_new_ptr, sinks_ptr,
-    out_ptr, lse_ptr, scale, softcap, window, n_slot, n_head, n_list, n_split,
-    stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_ib, stride_iu,
+    out_ptr, lse_ptr, arrived_ptr, merged_ptr, scale, softcap, window, n_slot, n_head, n_list,
+    n_split, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_ib,
+    stride_iu,
     GROUP: tl.constexpr, HEADS: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr,
     D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHER: tl.constexpr, HALVES: tl.constexpr, HAS_OTHERS: tl.constexpr, HAS_NEW: tl.constexpr,
     HAS_LSE: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
+    MERGES: tl.constexpr,
 ):  # fmt: skip
-    """HAS_NEW: the step gives the last row. The first split attends to it and stores it."""
+    """HAS_NEW: the step gives the last row. The first split attends to it and stores it.
+
+    MERGES: the last program of a list merges the pieces of its heads.
+    """
     split, unit = tl.program_id(0), tl.program_id(1)
     b, u = (unit // n_list).to(tl.int64), unit % n_list
     n = tl.load(n_ptr + (unit if GATHER else b)) - HAS_NEW
@@ -183,6 +190,12 @@ def _attend_kernel(
         out_ptr + piece[:, None] * D_V + c_v[None, :], acc,
         mask=is_head[:, None] & (c_v < D_V)[None, :],
     )  # fmt: skip
+    if MERGES:  # noqa: SIM102 - decided when the kernel is compiled
+        if arrive_last(arrived_ptr + unit, n_split):
+            n_rows = tl.num_programs(1) * HEADS
+            for i in range(HEADS):
+                row = b * n_head + u * HEADS + i
+                merge_row(out_ptr, lse_ptr, merged_ptr, n_split, n_rows, row, c_v, D_V, TILE_H)
 
 
 def attend_dense(
@@ -234,13 +247,18 @@ def attend_rows(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     scratch: AttendScratch | None = None,
+    arrived: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes attention over the first counts int32 (B, U) rows of each list idx int32 (B, U, m).
 
     U is the number of lists: H (one a query head) or G (one a kv head, shared by its group). Other
-    arguments: see ``attend_dense``. A list without rows gives 0, and -inf as its lse.
+    arguments: see ``attend_dense``. A list without rows gives 0, and -inf as its lse. arrived:
+    ``none_arrived`` of U lists, as every launch leaves it. With it, few pieces are merged in the
+    launch that makes them; not with ``lse``.
     """
-    return _attend(q, k, v, _listed(q, k, idx, counts), softmax, out, lse, scratch)
+    assert arrived is None or lse is None
+    rows = _listed(q, k, idx, counts)
+    return _attend(q, k, v, rows, softmax, out, lse, scratch, arrived=arrived)
 
 
 def attend_pieces(
@@ -276,6 +294,7 @@ def _attend(
     scratch: AttendScratch | None,
     others: Attended | None = None,
     new: NewRow | None = None,
+    arrived: torch.Tensor | None = None,
 ) -> torch.Tensor:
     (n_batch, n_head, d), d_v, device = q.shape, row_elements(v), q.device
     if out is None:
@@ -284,12 +303,17 @@ def _attend(
     if lse is not None:
         check("lse", lse, torch.float32, (n_batch, n_head), device)
     n_list, n_max = rows.n_list, rows.n_max
-    if count_splits(n_batch, n_list, d, d_v, n_max) == 1:
+    n_split = count_splits(n_batch, n_list, d, d_v, n_max)
+    if n_split == 1:
         pieces_lse = None if lse is None else lse[None]
         _launch_attend(q, k, v, rows, softmax, out[None], pieces_lse, others, new)
         return out
     if scratch is None:
         scratch = attend_scratch(n_batch, n_head, n_list, d, d_v, n_max, device)
+    if arrived is not None and n_split * (n_head // n_list) <= MERGED:
+        check_arrived(arrived, n_batch, n_list, device)
+        _launch_attend(q, k, v, rows, softmax, *scratch, others, new, (arrived, out))
+        return out
     _launch_attend(q, k, v, rows, softmax, *scratch, others, new)
     return merge(*scratch, out, lse)
 
@@ -304,8 +328,12 @@ def _launch_attend(
     lse: torch.Tensor | None,
     others: Attended | None = None,
     new: NewRow | None = None,
+    merged: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Writes the pieces of all splits: out f32 (S, B, H, d_v), lse f32 (S, B, H)."""
+    """Writes the pieces of all splits: out f32 (S, B, H, d_v), lse f32 (S, B, H).
+
+    merged: counts of arrivals, and f32 (B, H, d_v) for the pieces together.
+    """
     (n_batch, n_head, d), (idx, n, n_list, n_max, window) = q.shape, rows
     n_kv_head, d_v, device = k.shape[1], row_elements(v), q.device
     softmax = softmax_of(softmax, n_head, device)
@@ -325,14 +353,15 @@ def _launch_attend(
         check("scratch.lse", lse, torch.float32, (n_split, n_batch, n_head), device)
     _attend_kernel[(n_split, n_batch * n_list)](
         q, k, v, idx, n, *(others or (None, None)), *(new or (None, None)), softmax.sinks, out,
-        lse, softmax.scale, softmax.softcap, *(window or (0, 0)), n_head, n_list, n_split,
+        lse, *(merged or (None, None)), softmax.scale, softmax.softcap, *(window or (0, 0)), n_head,
+        n_list, n_split,
         *k.stride()[:3], *v.stride()[:3], *((0, 0) if idx is None else idx.stride()[:2]),
         GROUP=n_head // n_kv_head, HEADS=n_head // n_list,
         TILE_H=max(TILE, triton.next_power_of_2(n_head // n_list)), D=d, D_V=d_v,
         BLOCK_D=_width(d, d), BLOCK_V=_width(d_v, d_v), BLOCK_N=block, GATHER=idx is not None,
         HALVES=q.dtype != torch.float16, HAS_OTHERS=others is not None, HAS_NEW=new is not None,
         HAS_LSE=lse is not None, CAPPED=softmax.softcap > 0,
-        SINKS=softmax.sinks is not None, WINDOW=window is not None,
+        SINKS=softmax.sinks is not None, WINDOW=window is not None, MERGES=merged is not None,
         # Row numbers must arrive before rows can be loaded. So a list needs more stages.
         num_warps=4, num_stages=3 if idx is None else 5,
     )  # fmt: skip

@@ -14,6 +14,37 @@ def merge_ref(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, tor
     return torch.where(weight > 0, weight * outs.double(), 0).sum(0), lse
 
 
+@triton.jit
+def merge_row(
+    outs_ptr, lses_ptr, out_ptr, n_piece, n_row, row, c, D_V: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """Merges the elements c of a row of n_piece pieces of n_row rows. Returns the row's lse."""
+    peak = float("-inf")
+    for start in range(0, n_piece, BLOCK_S):
+        s = start + tl.arange(0, BLOCK_S)
+        lses = tl.load(
+            lses_ptr + s * n_row + row, mask=s < n_piece, other=float("-inf"), cache_modifier=".cg"
+        )
+        peak = tl.maximum(peak, tl.max(lses, 0))
+    top = tl.where(peak > float("-inf"), peak, 0.0)
+    mass = 0.0
+    acc = tl.zeros([c.shape[0]], tl.float32)
+    for start in range(0, n_piece, BLOCK_S):
+        s = start + tl.arange(0, BLOCK_S)
+        at = s * n_row + row
+        lses = tl.load(lses_ptr + at, mask=s < n_piece, other=float("-inf"), cache_modifier=".cg")
+        weight = tl.exp2((lses - top) * 1.4426950408889634)
+        outs = tl.load(
+            outs_ptr + at[:, None] * D_V + c[None, :],
+            mask=(weight > 0)[:, None] & (c < D_V)[None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        mass += tl.sum(weight, 0)
+        acc += tl.sum(weight[:, None] * outs, 0)
+    safe = tl.where(mass > 0, mass, 1.0)
+    tl.store(out_ptr + row * D_V + c, acc / safe, mask=c < D_V)
+    return tl.where(mass > 0, top + tl.log(safe), float("-inf"))
+
+
 @triton.jit(do_not_specialize=["n_piece"])
 def _merge_kernel(
     outs_ptr, lses_ptr, out_ptr, lse_ptr, n_piece, n_row, D_V: tl.constexpr,
@@ -21,29 +52,8 @@ def _merge_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    peak = float("-inf")
-    for start in range(0, n_piece, BLOCK_S):
-        s = start + tl.arange(0, BLOCK_S)
-        lses = tl.load(lses_ptr + s * n_row + row, mask=s < n_piece, other=float("-inf"))
-        peak = tl.maximum(peak, tl.max(lses, 0))
-    top = tl.where(peak > float("-inf"), peak, 0.0)
-    mass = 0.0
-    acc = tl.zeros([BLOCK_V], tl.float32)
-    for start in range(0, n_piece, BLOCK_S):
-        s = start + tl.arange(0, BLOCK_S)
-        at = s * n_row + row
-        lses = tl.load(lses_ptr + at, mask=s < n_piece, other=float("-inf"))
-        weight = tl.exp2((lses - top) * 1.4426950408889634)
-        outs = tl.load(
-            outs_ptr + at[:, None] * D_V + c[None, :],
-            mask=(weight > 0)[:, None] & (c < D_V)[None, :], other=0.0,
-        )  # fmt: skip
-        mass += tl.sum(weight, 0)
-        acc += tl.sum(weight[:, None] * outs, 0)
-    safe = tl.where(mass > 0, mass, 1.0)
-    tl.store(out_ptr + row * D_V + c, acc / safe, mask=c < D_V)
+    lse = merge_row(outs_ptr, lses_ptr, out_ptr, n_piece, n_row, row, c, D_V, BLOCK_S)
     if HAS_LSE:
-        lse = tl.where(mass > 0, top + tl.log(safe), float("-inf"))
         tl.store(lse_ptr + row, lse, mask=tl.program_id(1) == 0)
 
 

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sparsekv_cli.kernels.attention.arrivals import arrive_last
 from sparsekv_cli.kernels.checks import check
 from sparsekv_cli.kernels.freekv.pages import (
     ATTENDED,
@@ -30,7 +31,6 @@ from sparsekv_cli.kernels.freekv.pages import (
 )
 from sparsekv_cli.kernels.quest.scores import (
     PageScratch,
-    arrive_last,
     check_scored,
     check_scratch,
     list_best_pages,

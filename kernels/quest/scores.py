@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sparsekv_cli.kernels.attention.arrivals import check_arrived
 from sparsekv_cli.kernels.attention.decode import QUERY_TYPES, TILE, _tiling, _width
 from sparsekv_cli.kernels.attention.select import REGISTERS
 from sparsekv_cli.kernels.attention.threshold import list_largest, order_keys
@@ -18,7 +19,6 @@ from sparsekv_cli.kernels.checks import check
 
 PIECE = 1024  # pages that are pooled, and rows that are listed, at a time
 READ_AGAIN = 2048  # keys that are read at a time if they are read again and again
-NONE_ARRIVED = -1  # what ``arrived`` holds between launches
 
 
 @triton.jit
@@ -96,19 +96,6 @@ def score_split(
     piece = (split * tl.num_programs(1) + unit) * GROUP + t
     tl.store(peak_ptr + piece, peak, mask=t < GROUP)
     tl.store(mass_ptr + piece, mass, mask=t < GROUP)
-
-
-@triton.jit
-def arrive_last(arrived_at, n_split):
-    """Counts that a program has written its split. Returns whether it is the last of n_split.
-
-    The last program may read what all have written, but not from the cache of its multiprocessor.
-    """
-    tl.debug_barrier()  # the program's other warps have written, too
-    is_last = tl.atomic_add(arrived_at, 1, sem="acq_rel", scope="gpu") == n_split - 2
-    if is_last:
-        tl.store(arrived_at, -1)
-    return is_last
 
 
 @triton.jit
@@ -206,11 +193,6 @@ def page_scratch(
     )
 
 
-def none_arrived(n_batch: int, n_kv_head: int, device: torch.device) -> torch.Tensor:
-    """Returns the counts of arrivals of a launch that has not begun, int32 (B, G)."""
-    return torch.full((n_batch, n_kv_head), NONE_ARRIVED, dtype=torch.int32, device=device)
-
-
 def check_scored(
     q: torch.Tensor,
     hi: torch.Tensor,
@@ -227,7 +209,7 @@ def check_scored(
     check("lo", lo, torch.float16, tuple(hi.shape), device, strided=True)
     check("n", n, torch.int32, (n_batch,), device)
     check("budget", budget, torch.int32, (n_batch,), device)
-    check("arrived", arrived, torch.int32, (n_batch, n_kv_head), device)
+    check_arrived(arrived, n_batch, n_kv_head, device)
     if n_head % n_kv_head:
         raise ValueError(f"q has {n_head} heads: expected a multiple of hi's {n_kv_head}")
     if hi.stride() != lo.stride():

@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
+from sparsekv_cli.kernels.attention.arrivals import arrive_last
 from sparsekv_cli.kernels.attention.decode import _width
 from sparsekv_cli.kernels.attention.rows import NewRow, check_new, row_elements, store_row
 from sparsekv_cli.kernels.quest.pages import check_summaries, summarise_page
 from sparsekv_cli.kernels.quest.scores import (
-    arrive_last,
     check_scored,
     list_best_pages,
     page_scratch,
@@ -126,8 +126,8 @@ def step_rows(
     page <= m best of the whole pages before the new row's page. A head's score of a page is
     scale (relu(q) . hi - relu(-q) . lo). The best pages have the largest mean of the group's
     softmax. Returns idx int32 (B, G, n_sinks + (m + 1) page) and the numbers of rows in it, counts
-    int32 (B, G). The result is that of select_pages in cpu/quest/pages.py. arrived int32 (B, G):
-    ``none_arrived``, as every launch leaves it.
+    int32 (B, G). The result is that of select_pages in cpu/quest/pages.py. arrived int32
+    (B, G or more): ``none_arrived``, as every launch leaves it.
     """
     (n_batch, n_head, d), n_kv_head, d_v, device = q.shape, k.shape[1], row_elements(v), q.device
     page, meanstd, n_sinks, scale = rules

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sparsekv_cli.kernels.attention.arrivals import arrive_last, check_arrived
 from sparsekv_cli.kernels.attention.select import GroupTops, parts_of_tops
 from sparsekv_cli.kernels.attention.threshold import LEAST, order_keys, write_tops
 from sparsekv_cli.kernels.checks import check
@@ -69,12 +70,42 @@ def _block_queries_kernel(
 
 
 @triton.jit
-def _score_latents_kernel(
-    queries_ptr, latents_ptr, n_ptr, scores_ptr, peaks_ptr, masses_ptr, factor, first, n_head,
-    capacity, r, n_block_max, stride_sb, stride_sh,
-    R_STAR: tl.constexpr, HEADS: tl.constexpr, BLOCK_C: tl.constexpr, TILES: tl.constexpr,
-    SIZE: tl.constexpr, ROPE: tl.constexpr,
+def _head_lses(
+    peaks_at, masses_at, exact_lse_at, h, n_exact, stride_exact, n_head, n_chunk,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Returns the lse f32 (HEADS,) of a sequence's chunks of latents and its sets of exact rows."""
+    is_head = h < n_head
+    peak = tl.full(h.shape, float("-inf"), tl.float32)
+    mass = tl.zeros(h.shape, tl.float32)
+    for piece in range(n_exact):
+        lse = tl.load(exact_lse_at + piece * stride_exact + h, mask=is_head, other=float("-inf"))
+        new_peak = tl.maximum(peak, lse)
+        safe = tl.where(new_peak > float("-inf"), new_peak, 0.0)
+        mass = mass * tl.exp(peak - safe) + tl.exp(lse - safe)
+        peak = new_peak
+    for start in range(0, n_chunk, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        at = i[:, None] * n_head + h[None, :]
+        mask = (i < n_chunk)[:, None] & is_head[None, :]
+        peaks = tl.load(peaks_at + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        masses = tl.load(masses_at + at, mask=mask, other=0.0, cache_modifier=".cg")
+        new_peak = tl.maximum(peak, tl.max(peaks, axis=0))
+        safe = tl.where(new_peak > float("-inf"), new_peak, 0.0)
+        parts = tl.sum(masses * tl.exp(peaks - safe[None, :]), axis=0)
+        mass = mass * tl.exp(peak - safe) + parts
+        peak = new_peak
+    return peak + tl.log(tl.maximum(mass, 1e-30))
+
+
+@triton.jit
+def _score_latents_kernel(
+    queries_ptr, latents_ptr, n_ptr, scores_ptr, peaks_ptr, masses_ptr, exact_lse_ptr, arrived_ptr,
+    lse_ptr, factor, first, n_head, n_exact, capacity, r, n_block_max, stride_sb, stride_sh,
+    R_STAR: tl.constexpr, HEADS: tl.constexpr, BLOCK_C: tl.constexpr, TILES: tl.constexpr,
+    SIZE: tl.constexpr, ROPE: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """The last program of a sequence writes the lse of each head."""
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     n = tl.load(n_ptr + b)
     h, c = tl.arange(0, HEADS), tl.arange(0, BLOCK_C)
@@ -109,32 +140,14 @@ def _score_latents_kernel(
     at = (b * tl.num_programs(0) + chunk) * n_head + h
     tl.store(peaks_ptr + at, peak, mask=is_head)
     tl.store(masses_ptr + at, mass, mask=is_head)
-
-
-@triton.jit(do_not_specialize=["n_chunk"])
-def _head_lse_kernel(
-    peaks_ptr, masses_ptr, exact_lse_ptr, out_ptr, n_exact, n_head, n_chunk, BLOCK: tl.constexpr
-):
-    unit = tl.program_id(0)
-    b, h = (unit // n_head).to(tl.int64), unit % n_head
-    peak = tl.load(exact_lse_ptr + unit)
-    mass = tl.where(peak > float("-inf"), 1.0, 0.0)
-    for piece in range(1, n_exact):
-        lse = tl.load(exact_lse_ptr + piece * tl.num_programs(0) + unit)
-        new_peak = tl.maximum(peak, lse)
-        safe = tl.where(new_peak > float("-inf"), new_peak, 0.0)
-        mass = mass * tl.exp(peak - safe) + tl.exp(lse - safe)
-        peak = new_peak
-    for start in range(0, n_chunk, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        at = (b * n_chunk + i) * n_head + h
-        peaks = tl.load(peaks_ptr + at, mask=i < n_chunk, other=float("-inf"))
-        masses = tl.load(masses_ptr + at, mask=i < n_chunk, other=0.0)
-        new_peak = tl.maximum(peak, tl.max(peaks, axis=0))
-        safe = tl.where(new_peak > float("-inf"), new_peak, 0.0)
-        mass = mass * tl.exp(peak - safe) + tl.sum(masses * tl.exp(peaks - safe), axis=0)
-        peak = new_peak
-    tl.store(out_ptr + unit, peak + tl.log(tl.maximum(mass, 1e-30)))
+    n_chunk = tl.num_programs(0)
+    if arrive_last(arrived_ptr + b, n_chunk):
+        parts = b * n_chunk * n_head
+        lse = _head_lses(
+            peaks_ptr + parts, masses_ptr + parts, exact_lse_ptr + b * n_head, h, n_exact,
+            tl.num_programs(1) * n_head, n_head, n_chunk, BLOCK_S,
+        )  # fmt: skip
+        tl.store(lse_ptr + b * n_head + h, lse, mask=is_head)
 
 
 @triton.jit
@@ -175,6 +188,7 @@ def score_latents(
     scale: float,
     first: int,
     exact_lse: torch.Tensor,
+    arrived: torch.Tensor,
     tops: GroupTops | None = None,
 ) -> torch.Tensor:
     """Returns the sum over the heads of their softmax weights of the latents, f32 (B, 1, n_max).
@@ -182,8 +196,9 @@ def score_latents(
     q f32 (B, H, d), rotated to its position. damp f32 (pairs,): factors of the rotated pairs; 0 for
     pairs that rotate much within a block. latents f16 (B, capacity, r), by position. The positions
     first .. first + n[b] are scored, n int32 (B,) <= n_max, by their first ``score_rank`` columns.
-    exact_lse f32 (S, B, H): log of the sum of exponentials of S sets of other rows. tops: memory
-    for what ``select_largest`` needs of long rows.
+    exact_lse f32 (S, B, H): log of the sum of exponentials of S sets of other rows. arrived: see
+    ``attend_rows``, a count for each sequence. tops: memory for what ``select_largest`` needs of
+    long rows.
     """
     n_batch, n_head, d = q.shape
     capacity, r = latents.shape[1:]
@@ -192,6 +207,7 @@ def score_latents(
     check("damp", damp, torch.float32, (half,), device)
     check("latents", latents, torch.float16, (n_batch, None, basis.decode.shape[0]), device)
     check("n", n, torch.int32, (n_batch,), device)
+    check_arrived(arrived, n_batch, 1, device)
     check("exact_lse", exact_lse, torch.float32, (None, n_batch, n_head), device)
     n_tile = triton.cdiv(n_max, ROPE_BLOCK * QUERY_TILE)
     shape = n_batch, n_tile * QUERY_TILE, n_head, score_rank
@@ -209,16 +225,14 @@ def score_latents(
     n_chunk = triton.cdiv(n_max, TILE * TILES_A_PROGRAM)
     scores = torch.empty(n_batch, n_head, n_max, dtype=torch.float32, device=device)
     peaks, masses = torch.empty(2, n_batch, n_chunk, n_head, device=device)
-    _score_latents_kernel[(n_chunk, n_batch)](
-        queries, latents, n, scores, peaks, masses, basis.decode_factor, first, n_head, capacity,
-        r, shape[1], *scores.stride()[:2], R_STAR=score_rank,
-        HEADS=max(16, triton.next_power_of_2(n_head)), BLOCK_C=columns, TILES=TILES_A_PROGRAM,
-        SIZE=TILE, ROPE=ROPE_BLOCK, num_warps=4, num_stages=3,
-    )  # fmt: skip
     lse = torch.empty(n_batch, n_head, device=device)
-    _head_lse_kernel[(n_batch * n_head,)](
-        peaks, masses, exact_lse, lse, len(exact_lse), n_head, n_chunk, BLOCK=256, num_warps=2
-    )
+    _score_latents_kernel[(n_chunk, n_batch)](
+        queries, latents, n, scores, peaks, masses, exact_lse, arrived, lse, basis.decode_factor,
+        first, n_head, len(exact_lse), capacity, r, shape[1], *scores.stride()[:2],
+        R_STAR=score_rank,
+        HEADS=max(16, triton.next_power_of_2(n_head)), BLOCK_C=columns, TILES=TILES_A_PROGRAM,
+        SIZE=TILE, ROPE=ROPE_BLOCK, BLOCK_S=64, num_warps=4, num_stages=3,
+    )  # fmt: skip
     out = torch.empty(n_batch, 1, n_max, dtype=torch.float32, device=device)
     top_keys, n_group, size = parts_of_tops(tops, n_batch, 1, n_max, device)
     _importance_kernel[(triton.cdiv(n_max, IMPORTANCE_TILE), n_batch)](

@@ -20,11 +20,11 @@ from sparsekv_cli.device.cache import DeviceInput, StepNumbers, grid_bound
 from sparsekv_cli.device.methods import device_cache
 from sparsekv_cli.evaluation.compare import build_spec
 from sparsekv_cli.kernels.attention import decode, select
+from sparsekv_cli.kernels.attention.arrivals import none_arrived
 from sparsekv_cli.kernels.attention.rows import NewRow
 from sparsekv_cli.kernels.attention.scores import score_rows
 from sparsekv_cli.kernels.fasa import chunks
 from sparsekv_cli.kernels.quest import pages
-from sparsekv_cli.kernels.quest.scores import none_arrived
 from sparsekv_cli.kernels.quest.step import PageRules, step_rows
 
 BUDGET = 512  # rows that the methods attend to
@@ -261,7 +261,8 @@ def _planned(caches: Sequence[Any], spec: LayerSpec, n: int) -> Callable[[], tor
         for count in (spec.n_head, spec.n_head_kv, spec.n_head_kv, spec.n_head, spec.n_head_kv)
     ]
     numbers = torch.tensor([n - 1, n, leader.budget_rows(n)], dtype=torch.int32, device=device)
-    x = DeviceInput._make((*heads, StepNumbers(*numbers[:, None].repeat(1, n_batch))))
+    arrived = none_arrived(n_batch, spec.n_head, device)
+    x = DeviceInput._make((*heads, StepNumbers(*numbers[:, None].repeat(1, n_batch), arrived)))
 
     def launch() -> torch.Tensor:
         out: torch.Tensor = leader.decode(x)

@@ -34,11 +34,16 @@ MOST_DRAFT = 16  # rows of a step with a draft; they share each load of a weight
 
 
 class StepNumbers(NamedTuple):
-    """Each sequence's numbers of a decode step, int32 (B,), in device memory."""
+    """Each sequence's numbers of a decode step, int32 (B,), in device memory.
+
+    arrived: counts of arrivals (kernels/attention/arrivals.py), int32 (B, H or more). Launches use
+    them one after another, and each leaves them as they were.
+    """
 
     pos: torch.Tensor  # the position of the new token, which is its row
     n: torch.Tensor  # pos + 1, the number of rows with the new one
     budget: torch.Tensor  # method.budget.rows(n); n for a method without a budget
+    arrived: torch.Tensor
 
 
 class CachePlan(NamedTuple):
@@ -293,7 +298,9 @@ class DeviceSelecting(DeviceCache):
             return attend_all(x, k, v, self._n_max, self.softmax, out)
         idx, counts = self.select(x, k, v, *index)
         self.keep_attended(idx, counts)
-        return attention.attend_rows(x.q, k, v, idx, counts, self.softmax, out)
+        return attention.attend_rows(
+            x.q, k, v, idx, counts, self.softmax, out, arrived=x.step.arrived
+        )
 
     def end_step(self, n: int) -> None:
         self.store.n = n

@@ -323,7 +323,8 @@ class DeviceDecoder(Forward):
 
     def _step(self, rows: slice) -> StepNumbers:
         buffers = self._buffers
-        return StepNumbers(buffers.pos[rows], buffers.n[rows], buffers.budget[rows])
+        parts = buffers.pos, buffers.n, buffers.budget, buffers.arrived
+        return StepNumbers(*(part[rows] for part in parts))
 
     def _attend(self, i: int, run: Run) -> None:
         """Writes the attention of a run's rows to the buffers."""

@@ -8,6 +8,7 @@ import torch
 
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.device.choosing import Drawing, Settings, choose
+from sparsekv_cli.kernels.attention.arrivals import none_arrived
 from sparsekv_cli.kernels.attention.decode import Attended
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.sampling.plain import Outcome
@@ -18,7 +19,7 @@ class StepBuffers:
 
     Tensors on the host are pinned if there is a GPU, so that copies are asynchronous. x: f32 (B,
     n_embd), the residual stream. y: f32 (B, n_embd), the part that is still to be added to it. pos,
-    n, budget: int32 (B,), see StepNumbers in device/cache.py.
+    n, budget, arrived: see StepNumbers in device/cache.py.
     """
 
     def __init__(self, hparams: HParams, n_rows: int, device: torch.device) -> None:
@@ -31,6 +32,7 @@ class StepBuffers:
         # Each begins at a multiple of 16 bytes, because Triton compiles for such multiples.
         self._host_numbers, self._numbers = self._both((3, -(-n_rows // 4) * 4), torch.int32)
         self.pos, self.n, self.budget = self._numbers[:, :n_rows]
+        self.arrived = none_arrived(n_rows, max(each.n_head for each in h.layers), device)
         sizes = {
             2 * each.n_head * each.head_dim + each.n_head_kv * (2 * each.head_dim + each.value_dim)
             for each in h.layers

@@ -13,6 +13,7 @@ from sparsekv_cli.device.cache import DeviceCache, DeviceInput, StepNumbers, gri
 from sparsekv_cli.device.methods import device_cache
 from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.device.streams import join_all
+from sparsekv_cli.kernels.attention.arrivals import NONE_ARRIVED, none_arrived
 from sparsekv_cli.methods.fasa import FASA
 from sparsekv_cli.methods.freekv import FreeKV
 from sparsekv_cli.methods.quest import Quest
@@ -84,7 +85,9 @@ def step(caches: list[DeviceCache], rows: list[list[torch.Tensor]]) -> tuple[tor
         heads = [
             torch.stack([x[:, 0] for x in of_all]) for of_all in zip(*rows[first:last], strict=True)
         ]
-        outs.append(leader.decode(DeviceInput(*heads, StepNumbers(*numbers))))
+        arrived = none_arrived(*heads[0].shape[:2], numbers.device)
+        outs.append(leader.decode(DeviceInput(*heads, StepNumbers(*numbers, arrived))))
+        assert (arrived == NONE_ARRIVED).all()
         join_all([leader.side] if leader.side else [])
     for cache, n in zip(caches, ns, strict=True):
         cache.end_step(n)

@@ -15,6 +15,7 @@ from tiny_models import make_model
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
 from sparsekv_cli.device.cache import DeviceInput, StepNumbers
 from sparsekv_cli.device.methods.freekv import DeviceFreeKV
+from sparsekv_cli.kernels.attention.arrivals import none_arrived
 from sparsekv_cli.kernels.freekv import pages as page_cache
 from sparsekv_cli.kernels.freekv import recall
 from sparsekv_cli.methods.freekv import FreeKV
@@ -68,7 +69,8 @@ def decode(cache, rows, n_max=None):
     prepare(cache, n, n_max or n + 7)
     numbers = torch.tensor([n - 1, n, cache.budget_rows(n)], dtype=torch.int32, device=DEVICE)
     q, k, v = (torch.from_numpy(x[None, :, 0].copy()).to(DEVICE) for x in rows)
-    x = DeviceInput(q=q, k=k, v=v, q_nope=q, k_nope=k, step=StepNumbers(*numbers[:, None]))
+    step = StepNumbers(*numbers[:, None], none_arrived(1, q.shape[1], DEVICE))
+    x = DeviceInput(q=q, k=k, v=v, q_nope=q, k_nope=k, step=step)
     try:
         out = cache.decode(x)[0].cpu().numpy()
     except BaseException:

@@ -13,6 +13,7 @@ from sparsekv_cli.device.batching import prepare_runs, rows_of_step
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, StepNumbers, grid_bound
 from sparsekv_cli.device.graphs import Steps
 from sparsekv_cli.device.streams import join_all
+from sparsekv_cli.kernels.attention.arrivals import none_arrived
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 N_ROWS = 4  # of a step of three sequences
@@ -34,7 +35,8 @@ def padded(caches: Sequence[DeviceCache], rows: list[torch.Tensor], n_rows: int)
     budgets = [cache.budget_rows(n) for cache, n in zip(caches, ns, strict=True)]
     pos = [n - 1 for n in [*ns, *[n_padded] * n_more]]
     numbers = [pos, [at + 1 for at in pos], budgets + [1] * n_more]
-    step = StepNumbers(*torch.tensor(numbers, dtype=torch.int32, device=run.cache.device))
+    arrived = none_arrived(n_rows, rows[0].shape[1], run.cache.device)
+    step = StepNumbers(*torch.tensor(numbers, dtype=torch.int32, device=run.cache.device), arrived)
     out = run.cache.decode(DeviceInput(*(x[:n_rows] for x in rows), step))
     join_all([run.cache.side] if run.cache.side else [])
     for cache, n in zip(caches, ns, strict=True):

@@ -14,6 +14,7 @@ from sparsekv_cli.device.cache import DeviceInput, StepNumbers, grid_bound
 from sparsekv_cli.device.layers.prefill import attend_causal
 from sparsekv_cli.device.layers.store import UNLIMITED
 from sparsekv_cli.device.window import DeviceWindow
+from sparsekv_cli.kernels.attention.arrivals import none_arrived
 
 SIZE, N_SPARE = 40, 8  # tokens of the window, and rows before it; the interpreter is slow
 SLOTS = SIZE + N_SPARE
@@ -84,7 +85,8 @@ def step(pairs):
     heads = [torch.from_numpy(np.stack([x[i][:, 0] for x in rows])).to(place) for i in range(5)]
     (run,) = runs
     assert (run.first, run.last) == (0, len(pairs))
-    found = run.cache.decode(DeviceInput(*heads, StepNumbers(*numbers)))
+    arrived = none_arrived(len(pairs), heads[0].shape[1], place)
+    found = run.cache.decode(DeviceInput(*heads, StepNumbers(*numbers, arrived)))
     for pair, x, out, n in zip(pairs, rows, found, ns, strict=True):
         pair.agree(out, pair.host.decode(x), n)
 

@@ -18,6 +18,7 @@ from sparsekv_cli.device.batching import prepare_runs
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, StepNumbers, grid_bound
 from sparsekv_cli.device.layers.prefill import attend_causal
 from sparsekv_cli.device.methods import device_cache
+from sparsekv_cli.kernels.attention.arrivals import none_arrived
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.settings.config import SessionConfig
@@ -114,7 +115,8 @@ class SideBySide:
         cache, device = self.device, self.device.device
         prepare(cache, n, grid_bound(n))
         numbers = (n - 1, n, cache.budget_rows(n))
-        step = StepNumbers(*(torch.tensor([x], dtype=torch.int32, device=device) for x in numbers))
+        places = [torch.tensor([x], dtype=torch.int32, device=device) for x in numbers]
+        step = StepNumbers(*places, none_arrived(1, len(rows[0]), device))
         inputs = [torch.from_numpy(x[:, 0].copy())[None].to(device) for x in rows]
         try:
             out = cache.decode(DeviceInput(*inputs, step))

@@ -48,6 +48,9 @@ def attention_decode() -> Launches:
         counts = torch.zeros(n_batch, n_list, dtype=torch.int32)
         lse = torch.empty(n_batch, n_head)
         yield partial(decode.attend_rows, q, cache, cache, idx, counts, 1.0, lse=lse)
+        few = idx[:, :, :512].contiguous()
+        joined = partial(decode.attend_rows, q, cache, cache, few, counts, arrived=counts.clone())
+        yield partial(joined, 1.0)
         if (n_kv, capacity) == (8, 32768):
             yield partial(decode.attend_rows, q, cache, cache, idx, counts, capped)
     yield partial(decode.attend_dense, q.half(), cache, cache, n, capacity, 1.0)

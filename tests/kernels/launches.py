@@ -280,7 +280,8 @@ def sals_scores() -> Launches:
         n = torch.zeros(2, dtype=torch.int32)
         yield partial(
             of_sals.score_latents, torch.zeros(2, n_head, d), torch.zeros(n_rot // 2), basis,
-            latents, rank // 2, n, capacity, 1.0, 16, torch.zeros(1, 2, n_head), tops,
+            latents, rank // 2, n, capacity, 1.0, 16, torch.zeros(1, 2, n_head),
+            torch.zeros(2, n_head, dtype=torch.int32), tops,
         )  # fmt: skip
         query = torch.zeros(2, rank // 2)
         yield partial(of_sals.score_summed, query, latents, n, capacity, 16, tops)

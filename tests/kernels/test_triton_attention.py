@@ -7,6 +7,7 @@ from sweeps import sweep
 
 from sparsekv_cli.cpu.attention.decode import attend_rows_ref
 from sparsekv_cli.kernels.attention import decode
+from sparsekv_cli.kernels.attention.arrivals import NONE_ARRIVED, none_arrived
 from sparsekv_cli.kernels.attention.merge import merge, merge_ref
 from sparsekv_cli.kernels.attention.rows import NewRow
 
@@ -109,6 +110,34 @@ def test_attend_rows(n_head, n_kv_head, d, d_v, a_head, sizes, device):
     wanted, wanted_lse = expected_of(q, k, v, lists, d**-0.5)
     assert_close(out, wanted)
     assert_close(lse, wanted_lse, 1e-4)
+
+
+@pytest.mark.parametrize(("n_head", "n_kv_head", "d", "d_v"), sweep(GEOMETRIES, fast=1))
+@pytest.mark.parametrize("a_head", [False, True])
+def test_the_last_program_of_a_list_merges(n_head, n_kv_head, d, d_v, a_head, device, monkeypatch):
+    """It gives what a launch of its own gives, and every launch leaves the counts as they were."""
+    sizes = [20, 140, 9]
+    k, v = cache_of(sizes, n_kv_head, d, d_v, device)
+    q = queries(3, n_head, d, device)
+    n_list = n_head if a_head else n_kv_head
+    idx = torch.arange(140, dtype=torch.int32, device=device).repeat(3, n_list, 1)
+    counts = torch.tensor(sizes, dtype=torch.int32, device=device)[:, None].repeat(1, n_list)
+    counts[0, -1] = 0
+    merges = []
+    merge = decode.merge
+    monkeypatch.setattr(decode, "merge", lambda *args: merges.append(1) or merge(*args))
+    wanted = decode.attend_rows(q, k, v, idx, counts, d**-0.5)
+    assert merges == [1]
+    arrived = none_arrived(3, n_list + 1, torch.device(device))
+    for _ in range(2):
+        out = filled(3, n_head, d_v, device=device)
+        decode.attend_rows(q, k, v, idx, counts, d**-0.5, out, arrived=arrived)
+        torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6)
+        assert (arrived == NONE_ARRIVED).all()
+    assert merges == [1]
+    monkeypatch.setattr(decode, "MERGED", 1)  # more pieces than that
+    decode.attend_rows(q, k, v, idx, counts, d**-0.5, arrived=arrived)
+    assert merges == [1, 1]
 
 
 @pytest.mark.parametrize("programs", [1, 7])

@@ -7,6 +7,7 @@ from sweeps import sweep
 
 from sparsekv_cli.cpu.quest.pages import page_scores_ref, page_summaries_ref, select_pages_ref
 from sparsekv_cli.kernels.attention import decode
+from sparsekv_cli.kernels.attention.arrivals import NONE_ARRIVED, none_arrived
 from sparsekv_cli.kernels.attention.rows import NewRow
 from sparsekv_cli.kernels.quest import pages, scores
 from sparsekv_cli.kernels.quest.step import PageRules, step_rows
@@ -53,7 +54,7 @@ def test_steps_summarise_the_pages_that_they_complete(meanstd, device):
     at_once, stepped = (empty_summaries(2, 2, 5, 64, device) for _ in range(2))
     pages.page_summaries(rows.half(), *at_once, 4, meanstd, 0, 4, 3)
     k, v = (torch.full_like(rows, torch.nan).half() for _ in range(2))
-    arrived, q = scores.none_arrived(2, 2, k.device), random(2, 4, 64).to(device)
+    arrived, q = none_arrived(2, 2, k.device), random(2, 4, 64).to(device)
     for n in range(1, 18):
         lengths = ints([n, max(1, n - 5)], device)
         new = torch.stack([rows[b, :, n_rows - 1] for b, n_rows in enumerate(lengths.tolist())])
@@ -94,12 +95,12 @@ def listed(q, hi, lo, sizes, budgets, page, n_sinks, device, m=None, scale=None)
     k = torch.zeros(n_batch, n_kv_head, capacity, d, device=device).half()
     v = torch.zeros(n_batch, n_kv_head, capacity, 16, device=device).half()
     new = NewRow(*(torch.ones(n_batch, n_kv_head, width, device=device) for width in (d, 16)))
-    arrived, m = scores.none_arrived(n_batch, n_kv_head, q.device), m or max(budgets) // page + 1
+    arrived, m = none_arrived(n_batch, n_kv_head, q.device), m or max(budgets) // page + 1
     idx, counts = step_rows(
         q, new, k, v, hi, lo, arrived, ints(sizes, device), ints(budgets, device), m,
         PageRules(page, False, n_sinks, d**-0.5 if scale is None else scale),
     )  # fmt: skip
-    assert (arrived == scores.NONE_ARRIVED).all()
+    assert (arrived == NONE_ARRIVED).all()
     for x in (k, v):
         for b, n in enumerate(sizes):
             assert (x[b, :, n - 1] == 1).all() and x[b].sum() == n_kv_head * x.shape[3]
@@ -181,6 +182,6 @@ def test_wrong_arguments_are_named(device):
     with pytest.raises(ValueError, match="last_page = 4: k has 60 rows"):
         pages.page_summaries(k[:, :, :60], hi, lo, 16, True, 0, 4)
     q, new, n = torch.zeros(1, 4, 64, device=device), torch.zeros(1, 2, 64), ints([9], device)
-    row, arrived = NewRow(new.to(device), new.to(device)), scores.none_arrived(1, 1, k.device)
-    with pytest.raises(ValueError, match=r"arrived has shape \(1, 1\): expected \(1, 2\)"):
+    row, arrived = NewRow(new.to(device), new.to(device)), none_arrived(1, 1, k.device)
+    with pytest.raises(ValueError, match="arrived has 1 counts a row: expected 2 or more"):
         step_rows(q, row, k, k, hi, lo, arrived, n, n, 3, PageRules(16, True, 4, 1.0))

@@ -8,6 +8,7 @@ from sweeps import sweep
 from sparsekv_cli.cpu.freekv.choice import choose_pages_ref
 from sparsekv_cli.cpu.freekv.recall import mean_cosine_ref
 from sparsekv_cli.cpu.quest.pages import page_summaries_ref
+from sparsekv_cli.kernels.attention.arrivals import NONE_ARRIVED, none_arrived
 from sparsekv_cli.kernels.freekv import choice, correction, recall
 from sparsekv_cli.kernels.freekv import pages as page_cache
 from sparsekv_cli.kernels.quest import scores
@@ -134,7 +135,7 @@ def choice_buffers(pages, n_head):
     n_candidate = pages.hi.shape[2] - LAYOUT.n_sink
     return choice.ChoiceBuffers(
         torch.ones(n_batch, n_kv, dtype=torch.int32, device=device),
-        scores.none_arrived(n_batch, n_kv, device),
+        none_arrived(n_batch, n_kv, device),
         lists,
         scores.page_scratch(n_batch, n_head, n_kv, d, n_candidate, device),
     )
@@ -163,7 +164,7 @@ def test_slots_are_an_lru_cache(n_slot, m, device):
             pages, LAYOUT, query, n, ints((4 * sizes + 11).tolist(), device), 3, 11, 1.0,
             buffers._replace(wanted=wanted.to(device)),
         )  # fmt: skip
-        assert (buffers.arrived == scores.NONE_ARRIVED).all()
+        assert (buffers.arrived == NONE_ARRIVED).all()
         for (b, g), cache in caches.items():
             if not wanted[b, g]:
                 assert (pages.missing[b, g] == 0).all()
@@ -233,7 +234,7 @@ def test_kv_heads_that_do_not_choose_are_counted(device):
         pages, LAYOUT, q, n, budget, 3, 11, 1.0, buffers._replace(wanted=wanted), q=q,
         previous=previous,
     )  # fmt: skip
-    assert (previous == 1).all() and (buffers.arrived == scores.NONE_ARRIVED).all()
+    assert (previous == 1).all() and (buffers.arrived == NONE_ARRIVED).all()
     assert pages.statistics[..., page_cache.STEPPED.value].tolist() == [[1, 1], [1, 1]]
     rows = (LAYOUT.n_sink + 3) * 4 + 40 - (40 - 3) // 4 * 4
     attended = pages.statistics[..., page_cache.ATTENDED.value].tolist()

@@ -8,6 +8,7 @@ from sweeps import sweep
 from sparsekv_cli.cpu.sals import values as quantized_values
 from sparsekv_cli.cpu.sals.latent import encode_ref, reconstruct_ref
 from sparsekv_cli.cpu.sals.queries import brope_ref, damping, summed_ref
+from sparsekv_cli.kernels.attention.arrivals import NONE_ARRIVED, none_arrived
 from sparsekv_cli.kernels.attention.merge import merge
 from sparsekv_cli.kernels.attention.rows import NewRow
 from sparsekv_cli.kernels.sals import attention as latent_attention
@@ -144,9 +145,11 @@ def test_score_latents(geometry, ns, n_exact, device):
     exact_lse[1:2] = -torch.inf  # a set without rows
     n_full = max(1, n_exact - 1)
     n_max, scale = 260, d**-0.5
+    arrived = none_arrived(len(ns), n_head, q.device)
     found = sals.score_latents(
-        q, damp, basis, latents, score_rank, n, n_max, scale, FIRST, exact_lse
+        q, damp, basis, latents, score_rank, n, n_max, scale, FIRST, exact_lse, arrived
     )
+    assert (arrived == NONE_ARRIVED).all()
     for b, n_b in enumerate(ns):
         rows = latents[b, FIRST : FIRST + n_b, :score_rank].cpu().double().numpy()
         nope = q_nope[b].cpu().double().numpy()

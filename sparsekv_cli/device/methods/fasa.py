@@ -276,7 +276,9 @@ class DeviceFASAM(DeviceFASA):
         row_cache.place_rows(slots, idx, counts, x.step.n, places)
         row_cache.fetch_rows(slots, self._dom, host.rest, host.v)
         q = x.q.gather(2, self._order)
-        return attention.attend_rows(q, slots.k, slots.v, places, counts, self.softmax, out)
+        return attention.attend_rows(
+            q, slots.k, slots.v, places, counts, self.softmax, out, arrived=x.step.arrived
+        )
 
     def truncate(self, n: int) -> int:
         if n < self.n:

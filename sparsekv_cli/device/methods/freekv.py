@@ -27,6 +27,7 @@ from sparsekv_cli.device.layers.store import DeviceStore
 from sparsekv_cli.device.methods.freekv_pages import DevicePages, Workspace, resident_rows
 from sparsekv_cli.device.streams import SideStream
 from sparsekv_cli.kernels.attention import decode as attention
+from sparsekv_cli.kernels.attention.arrivals import none_arrived
 from sparsekv_cli.kernels.freekv import choice, correction, recall
 from sparsekv_cli.kernels.freekv import pages as page_cache
 from sparsekv_cli.kernels.freekv.choice import ChoiceBuffers
@@ -173,7 +174,7 @@ class DeviceFreeKV(DeviceCache):
             query=torch.zeros(n, spec.n_head, spec.head_dim, device=device),
             choice=ChoiceBuffers(
                 wanted=numbers(),
-                arrived=scores.none_arrived(n, n_kv, device),
+                arrived=none_arrived(n, n_kv, device),
                 fresh=numbers(m),
                 scratch=scores.page_scratch(n, spec.n_head, n_kv, spec.head_dim, n_page, device),
             ),
@@ -246,7 +247,9 @@ class DeviceFreeKV(DeviceCache):
         )  # fmt: skip
         recall.fetch_pages(arrays, layout, n, recent, work.idx, work.counts, pools=self._pools)
         k, v = resident_rows(arrays)
-        out = attention.attend_rows(x.q, k, v, work.idx, work.counts, self.softmax, out)
+        out = attention.attend_rows(
+            x.q, k, v, work.idx, work.counts, self.softmax, out, arrived=x.step.arrived
+        )
         if self.records_attended:
             self._note_positions(arrays, int(n[0]))
         if self._ahead:

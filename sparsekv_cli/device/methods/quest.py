@@ -1,6 +1,6 @@
 """Quest on a device (methods/quest.py): whole pages, chosen by summaries of their keys."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,6 @@ from sparsekv_cli.cache.spec import N_SINKS, LayerSpec, Memory
 from sparsekv_cli.device.cache import CachePlan, DeviceInput, DeviceSelecting
 from sparsekv_cli.kernels.attention.rows import NewRow
 from sparsekv_cli.kernels.quest import pages
-from sparsekv_cli.kernels.quest.scores import none_arrived
 from sparsekv_cli.kernels.quest.step import PageRules, step_rows
 
 
@@ -23,8 +22,6 @@ class DeviceQuest(DeviceSelecting):
         super().__init__(spec, device, method)
         self._n_page = 0  # whole pages that have their summaries
         self._hi, self._lo = (self._summaries(0) for _ in range(2))
-        self._arrived = none_arrived(1, spec.n_head_kv, device)
-        self._arrived_of: dict[int, torch.Tensor] = {}  # by the rows of a step with a draft
 
     def _summaries(self, n_page: int) -> torch.Tensor:
         shape = (1, self.spec.n_head_kv, n_page, self.spec.head_dim)
@@ -75,30 +72,21 @@ class DeviceQuest(DeviceSelecting):
         page = self.method.page
         return super().most_rows(min(n, page - self.n % page))
 
-    def begin_draft(self, n: int, n_rows: int) -> Hashable:
-        if n_rows not in self._arrived_of:
-            self._arrived_of[n_rows] = none_arrived(n_rows, self.spec.n_head_kv, self.device)
-        return super().begin_draft(n, n_rows)
-
-    def batch_tensors(self, n: int) -> list[torch.Tensor]:
-        tensors = super().batch_tensors(n)
-        return [*tensors[:-1], self._arrived_of[n]] if self._is_draft else tensors
-
     def tensors(self) -> list[torch.Tensor]:
-        return [*super().tensors(), self._hi, self._lo, self._arrived]
+        return [*super().tensors(), self._hi, self._lo]
 
     def replace_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         super().replace_tensors(tensors[:2])
-        self._hi, self._lo, self._arrived = tensors[2:]
+        self._hi, self._lo = tensors[2:]
 
     def select(
         self, x: DeviceInput, k: torch.Tensor, v: torch.Tensor, *index: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        hi, lo, arrived = index
+        hi, lo = index
         rules = PageRules(self.method.page, self._meanstd, N_SINKS, float(self.spec.scale))
         return step_rows(
-            x.q, NewRow(x.k, x.v), k, v, hi, lo, arrived, x.step.n, x.step.budget, self._k_max,
-            rules,
+            x.q, NewRow(x.k, x.v), k, v, hi, lo, x.step.arrived, x.step.n, x.step.budget,
+            self._k_max, rules,
         )  # fmt: skip
 
     def end_step(self, n: int) -> None:

@@ -282,7 +282,7 @@ class DeviceSALS(DeviceCache):
         if self.method.score == "brope":
             return scores.score_latents(
                 x.q, self._matrices.damp, self._basis, latents, self._score_rank, exact.n_latent,
-                self._n_max, float(self.spec.scale), self._first, exact_lse, tops,
+                self._n_max, float(self.spec.scale), self._first, exact_lse, x.step.arrived, tops,
             )  # fmt: skip
         summed = x.q_nope.unflatten(1, (self.spec.n_head_kv, -1)).sum(2).flatten(1)  # (B, G d)
         query = dot.multiply(self._matrices.score, summed)
