@@ -226,6 +226,14 @@ def test_a_figure_that_is_not_in_the_data_is_found():
     assert shown == ["3", "0.5", "8192", "2.5"]
 
 
+def test_the_example_of_a_weight_format_is_the_code():
+    page = (ROOT / "docs" / "extending.md").read_text("utf-8")
+    example = page.partition("```python\ndef _tq2_0")[2].partition("The block")[0]
+    code = (ROOT / "cpu" / "weights" / "blocks_large.py").read_text("utf-8").splitlines()
+    lines = example.replace("```", "").splitlines()[1:]
+    assert len(lines) > 8 and set(lines) - set(code) == set()
+
+
 def test_the_page_of_reliability_is_that_of_its_data():
     written = load_script("docs/reliability_page.py")
     expected = written.page(*map(written.read, ("fuzz", "faults", "soak", "arm")))

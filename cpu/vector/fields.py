@@ -20,7 +20,7 @@ The record has a word of 8 bytes for each number and for the address of each arr
         this.weights[2, 3] = this.n
 
 The first words of this record: n_head = 3, n = 7, softcap, the address of weights, 0 for sinks. A
-view leaves out dims that are declared as 1.
+view leaves out dims that are declared as 1, unless all are.
 ``Scratch`` declares memory that a kernel needs only while it runs. A view has no reference counts,
 for which threads would wait.
 """

@@ -43,13 +43,17 @@ def _no_value(context: Any, builder: Any, kind: Any, value: Any) -> Any:
     return context.get_dummy_value()
 
 
+def _dims_of(array: Array) -> tuple[int | str, ...]:
+    """Returns the declared dims that a view has: those that are not 1, or the last one."""
+    return tuple(dim for dim in array.shape if dim != 1) or array.shape[-1:]
+
+
 def _type_of(member: Any) -> Any:
     """Returns the numba type of a field, or of a part."""
     if isinstance(member, FieldGroup):
         return types.BaseTuple.from_types([_type_of(each) for each in member.members], member.cls)
     if isinstance(member.kind, Array):
-        n_dim = sum(dim != 1 for dim in member.kind.shape)
-        return types.Array(from_dtype(member.kind.dtype), n_dim, "C")
+        return types.Array(from_dtype(member.kind.dtype), len(_dims_of(member.kind)), "C")
     if isinstance(member.kind, Words):
         return types.Array(types.int64, 1, "C")
     return {
@@ -72,18 +76,17 @@ class _Record:
         return self.b.load(self.b.inttoptr(self.place(word), type_.as_pointer()))
 
     def dims(self, field: Field) -> list[ir.Value]:
-        """The dims that a view has: all but those that are declared as 1.
+        """The dims that a view has.
 
         The code raises ZeroDivisionError if a size divides by a number that is 0.
         """
         word_of = lambda name: self.word(self.places[name])  # noqa: E731
-        shape: list[int | str] = [dim for dim in field.kind.shape if dim != 1]
 
         def refuse() -> None:
             told = f"{self.kind.__name__}.{field.name}: a divisor is 0: {field.kind.shape}"
             self.context.call_conv.return_user_exc(self.b, ZeroDivisionError, (told,))
 
-        return [size_of(self.b, dim, word_of, refuse) for dim in shape]
+        return [size_of(self.b, dim, word_of, refuse) for dim in _dims_of(field.kind)]
 
     def array(self, member: Field, data: ir.Value, dims: list[ir.Value]) -> ir.Value:
         """An array at the address ``data``."""

@@ -114,6 +114,25 @@ def test_compiled_code_sees_the_fields():
     assert read(state)[9:12] == [0, 4, 4]
 
 
+class OfOne(KernelFields):
+    n_steps: np.ndarray = i64(1)
+    last: np.ndarray = f32(1, 1)
+
+
+@njit
+def _raise_by_two(at):
+    this = view(OfOne, at)
+    this.n_steps[0] += 2
+    this.last[0] = this.n_steps[0]
+
+
+def test_an_array_of_one_number_has_one_dim():
+    of_one = OfOne(n_steps=np.array([5]), last=np.zeros((1, 1), np.float32))
+    _raise_by_two(of_one.at)
+    _raise_by_two(of_one.at)
+    assert of_one.n_steps.tolist() == [9] and of_one.last.tolist() == [[9]]
+
+
 def test_sizes_follow_from_the_arrays():
     state = state_of()
     state.set(**arrays_of(n_wide=9))
