@@ -11,7 +11,7 @@ from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exponentiate
 from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import keep, tasks_of
+from sparsekv_cli.cpu.jit.llvm import tasks_of
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 
@@ -21,10 +21,8 @@ def _rate_head(query, k, n, tail, n_tail, k_row, scale, softcap, rows, n_sinks):
     d, total = query.shape[1], n + n_tail
     scores = np.empty((1, total + PAD), np.float32)
     scaled = scaled_copy(query, np.float32(scale))
-    to, q = scores.ctypes.data, scaled.ctypes.data
-    tile_scores(1, F16, q, k, k_row, 0, n, d, to, 0)
-    tile_scores(1, F16, q, tail, k_row, 0, n_tail, d, to + 4 * n, 0)
-    keep(scaled)
+    tile_scores(1, F16, scaled, k, k_row, 0, n, d, scores, 0)
+    tile_scores(1, F16, scaled, tail, k_row, 0, n_tail, d, scores[0, n:], 0)
     n_other, chosen = total - n_sinks, 0
     for row in rows:
         chosen += row >= n_sinks

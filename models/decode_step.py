@@ -14,8 +14,8 @@ from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.jit.value import LANES
 from sparsekv_cli.cpu.latent import decode as latent
 from sparsekv_cli.cpu.latent.state import LatentState
+from sparsekv_cli.cpu.layer import choice, products
 from sparsekv_cli.cpu.layer import decode as fused
-from sparsekv_cli.cpu.layer import products
 from sparsekv_cli.cpu.layer.activation import ACTIVATIONS
 from sparsekv_cli.cpu.layer.layer_input import add_input
 from sparsekv_cli.cpu.weights.integer import quantized_stride
@@ -76,10 +76,10 @@ class DecodeStep:
         self._tables = [
             expert_matrices(each, n_planes)
             if isinstance(each.ffn, ExpertWeights)
-            else products.matrix_table(each.stages(), n_planes)
+            else choice.matrix_table(each.stages(), n_planes)
             for each in weights.layers
         ]
-        self._output = products.matrix_table([weights.output], n_planes)
+        self._output = choice.matrix_table([weights.output], n_planes)
         self._regions = products.matrix_regions([*self._tables, self._output])
         self._experts = ExpertSteps(weights, capacity, n_planes)
         inputs = [(each.input, each.scale) for each in weights.layers]

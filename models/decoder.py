@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -36,13 +37,7 @@ from sparsekv_cli.models.identity import DENSE, rope_tables
 from sparsekv_cli.models.layers.input_steps import PromptInputs
 from sparsekv_cli.models.layers.latent_expanded import LEAST_ROWS, ExpandedRows
 from sparsekv_cli.models.layers.latent_steps import LatentSteps
-from sparsekv_cli.models.matmul import (
-    BF16Products,
-    F32Products,
-    FewRowsProducts,
-    IntegerProducts,
-    stacks,
-)
+from sparsekv_cli.models.matmul import FewRowsProducts, ManyRowsProducts, stacks
 from sparsekv_cli.models.reading import sparse_prefill
 from sparsekv_cli.models.repack import OnLoad, repack_weights, wants_repacking
 from sparsekv_cli.models.weights import ExpertWeights, LatentWeights, Weights
@@ -148,8 +143,7 @@ class Decoder(Forward):
         """The steps between a prefill's products, and the products, for any number of rows."""
         is_bf16 = self.rows_dtype == "bf16"
         rows = (FusedBF16ChunkSteps if is_bf16 else FusedChunkSteps)(*self._model, self.n_threads)
-        products = (BF16Products if is_bf16 else F32Products)(self.n_threads)
-        return rows, IntegerProducts(products) if self.prefill_dtype == "int8" else products
+        return rows, ManyRowsProducts(self.n_threads, self.prefill_dtype, self.rows_dtype)
 
     # --- a row a sequence, fused ----------------------------------------------------------------
 
@@ -237,7 +231,7 @@ class Decoder(Forward):
         head, rows = self.weights.output, np.ascontiguousarray(normed)
         if self.prefill_dtype != "f32" and len(rows) <= 4 and vocabulary is None:
             return self._few_products.of_stack("output", [self._decode_weights.output])(rows)
-        step = 8192  # vocabulary rows at a time
+        step, exact = 8192, FewRowsProducts(self.n_threads)  # vocabulary rows at a time
         data = head.data if vocabulary is None else np.ascontiguousarray(head.data[vocabulary])
         n_tokens = head.n_rows if vocabulary is None else len(vocabulary)
         out = np.empty((len(rows), n_tokens), np.float32)
@@ -245,7 +239,7 @@ class Decoder(Forward):
             part = data[start : start + step]
             to = out[:, start : start + step]
             if len(rows) <= 4:
-                to[:] = dot.matvec(head.code, part, head.n_columns, rows, self.n_threads)
+                to[:] = exact.of_stack("output", [replace(head, data=part)])(rows)
             else:
                 weight = dot.dequantize(head.code, part, head.n_columns)
                 with blas_threads(self.n_threads):

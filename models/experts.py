@@ -13,10 +13,10 @@ from sparsekv_cli.cpu.experts.state import MixtureState
 from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.jit.value import LANES
-from sparsekv_cli.cpu.layer import products
-from sparsekv_cli.cpu.weights import dot
+from sparsekv_cli.cpu.layer import choice
 from sparsekv_cli.cpu.weights.integer import quantized_stride
 from sparsekv_cli.models.chunk_steps import ChunkSteps
+from sparsekv_cli.models.matmul import FewRowsProducts
 from sparsekv_cli.models.weights import ExpertWeights, LayerWeights, Linear, Weights
 
 
@@ -54,7 +54,7 @@ def prefill_experts(
     given = rows.norm(x, ffn_norm if norms is None else norms.experts)
     params, router, experts, shared = ffn.params, ffn.router, ffn.experts, ffn.shared
     n_rows, n_used = len(normed), params.n_expert_used
-    logits = dot.matvec(router.code, router.data, router.n_columns, normed, n_threads)
+    logits = FewRowsProducts(n_threads).of_stack("router", [router])(normed)
     if router.bias is not None:
         logits += router.bias
     chosen, places = np.zeros((2, n_rows, n_used), np.int64)
@@ -98,11 +98,11 @@ def expert_matrices(layer: LayerWeights, n_planes: int) -> np.ndarray:
     shared = layer.ffn.shared
     return np.concatenate(
         [
-            products.matrix_table(layer.attention(), n_planes),
-            products.matrix_table([layer.ffn.router], 0),
+            choice.matrix_table(layer.attention(), n_planes),
+            choice.matrix_table([layer.ffn.router], 0),
             np.zeros((3, 6), np.int64)
             if shared is None
-            else products.matrix_table(shared.linears(), n_planes),
+            else choice.matrix_table(shared.linears(), n_planes),
         ]
     )
 
@@ -128,7 +128,7 @@ class ExpertSteps:
         quantized = on_lines((n_slots, quantized_stride(widest)), np.uint8)
         results = on_lines((n_slots, n_embd), np.float32)
         for i, ffn in mixtures.items():
-            table = products.matrix_table(ffn.experts.linears(), n_planes, ffn.params.n_expert)
+            table = choice.matrix_table(ffn.experts.linears(), n_planes, ffn.params.n_expert)
             norms, (of_hidden, of_results) = ffn.norms, ffn.biases or (None, None)
             self.states[i] = MixtureState(
                 n_expert=ffn.params.n_expert,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -12,8 +11,8 @@ import numpy as np
 
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.jit.threads import blas_threads
-from sparsekv_cli.cpu.layer import matmul_bf16, matmul_int8
-from sparsekv_cli.cpu.layer.products import ROWS, matrix_table, multiply_groups
+from sparsekv_cli.cpu.layer.choice import many_rows_kernels, matrix_table
+from sparsekv_cli.cpu.layer.products import ROWS, multiply_groups
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.models.forward import Product
 from sparsekv_cli.models.weights import (
@@ -79,116 +78,75 @@ class FewRowsProducts:
         return out
 
 
-def room(
-    kept: dict[str, np.ndarray], name: str, n_rows: int, n_columns: int, dtype: Any
-) -> np.ndarray:
-    """Returns an uninitialised matrix in the memory ``kept[name]``, enlarged if necessary."""
-    size = n_rows * n_columns
-    if name not in kept or len(kept[name]) < size:
-        kept[name] = on_lines(size, dtype)
-    return kept[name][:size].reshape(n_rows, n_columns)
-
-
-class ManyRowsProducts(ABC):
-    """Products of any number of rows.
+class ManyRowsProducts:
+    """Products of any number of rows, by the kernels that cpu/layer/choice.py chooses.
 
     All results of one name share their memory. A result is valid until the next result of its name
     or until ``clear``. New memory for each result would take a tenth of a prefill's time.
     """
 
-    dtype: Any  # type of rows and results
-
-    def __init__(self, n_threads: int) -> None:
-        self.n_threads = n_threads
+    def __init__(self, n_threads: int, dtype: str = "f32", rows_dtype: str = "f32") -> None:
+        """dtype: type of the products, f32, bf16 or int8. rows_dtype: of rows and results."""
+        self._n_threads, self._types = n_threads, (dtype, rows_dtype)
+        self._dtype: Any = np.uint16 if rows_dtype == "bf16" else np.float32
         self._results: dict[str, np.ndarray] = {}
+        self._matrices: dict[str, np.ndarray] = {}  # one layer's dequantised matrices
 
     def clear(self) -> None:
         """Frees the memory that is kept between layers."""
-        self._results = {}
+        self._results, self._matrices = {}, {}
 
-    @abstractmethod
     def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
         """Returns the product of stacked matrices. The result joins their rows."""
+        if self._kernels(parts) is None:
+            return partial(self._multiply_dense, name, self._dequantized(name, parts))
+        multiply = self._by_table(name, parts, 1)
+        return lambda x: multiply(np.ascontiguousarray(x), *no_experts(len(x)))
 
-    @abstractmethod
     def of_experts(
         self, name: str, parts: Sequence[Linear], rows: np.ndarray, offsets: np.ndarray
     ) -> Product:
         """See ``StackProducts``."""
+        if self._kernels(parts) is None:
+            return partial(self._multiply_experts, name, parts, rows, offsets)
+        multiply = self._by_table(name, parts, len(offsets) - 1)
+        return lambda x: multiply(x, rows, offsets)
 
-    def _room(self, name: str, n_rows: int, n_columns: int) -> np.ndarray:
-        """Returns the memory for the result of this name."""
-        return room(self._results, name, n_rows, n_columns, self.dtype)
+    def _kernels(self, parts: Sequence[Linear]) -> Any:
+        return many_rows_kernels([part.code for part in parts], *self._types)
 
+    def _by_table(self, name: str, parts: Sequence[Linear], n_experts: int) -> Any:
+        """Returns the product of rows x[rows] with the experts that have the pairs ``offsets``."""
+        kernels = self._kernels(parts)
+        table = kernels.product_table([(part.code, part.data) for part in parts], n_experts)
 
-class TableProducts(ManyRowsProducts):
-    """Products by kernels that read a table of matrices and dequantise panels of weights."""
-
-    kernels: Any  # the module with ``product_table`` and ``multiply``
-
-    def _table(self, parts: Sequence[Linear], n_experts: int) -> np.ndarray:
-        return self.kernels.product_table([(part.code, part.data) for part in parts], n_experts)
-
-    def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
-        table = self._table(parts, 1)
-
-        def multiply(x: np.ndarray) -> np.ndarray:
-            rows, offsets = no_experts(len(x))
-            return self._multiply(name, table, rows, offsets, np.ascontiguousarray(x))
+        def multiply(x: np.ndarray, rows: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+            out = self._room(self._results, name, len(rows), table[:, ROWS].sum(), self._dtype)
+            kernels.multiply(table, offsets, rows, x, out, self._n_threads)
+            return out
 
         return multiply
 
-    def of_experts(
-        self, name: str, parts: Sequence[Linear], rows: np.ndarray, offsets: np.ndarray
-    ) -> Product:
-        table = self._table(parts, len(offsets) - 1)
-        return partial(self._multiply, name, table, rows, offsets)
-
-    def _multiply(
-        self, name: str, table: np.ndarray, rows: np.ndarray, offsets: np.ndarray, x: np.ndarray
+    def _room(
+        self, kept: dict[str, np.ndarray], name: str, n_rows: int, n_columns: int, dtype: Any
     ) -> np.ndarray:
-        out = self._room(name, len(rows), table[:, ROWS].sum())
-        self.kernels.multiply(table, offsets, rows, x, out, self.n_threads)
-        return out
+        """Returns an uninitialised matrix in the memory ``kept[name]``, enlarged if necessary."""
+        size = n_rows * n_columns
+        if name not in kept or len(kept[name]) < size:
+            kept[name] = on_lines(size, dtype)
+        return kept[name][:size].reshape(n_rows, n_columns)
 
-
-class BF16Products(TableProducts):
-    """Products of bf16 rows by cpu/layer/matmul_bf16.py."""
-
-    dtype = np.uint16
-    kernels = matmul_bf16
-
-
-class F32Products(ManyRowsProducts):
-    """Products of f32 rows by numpy's BLAS. ``of_stack`` dequantises the matrices."""
-
-    dtype = np.float32
-
-    def __init__(self, n_threads: int) -> None:
-        super().__init__(n_threads)
-        self._matrices: dict[str, np.ndarray] = {}  # one layer's dequantised matrices
-
-    def clear(self) -> None:
-        super().clear()
-        self._matrices = {}
-
-    def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
+    def _dequantized(self, name: str, parts: Sequence[Linear]) -> np.ndarray:
+        """Returns stacked matrices in f32."""
         n_rows, n_columns = sum(part.n_rows for part in parts), parts[0].n_columns
-        matrix = room(self._matrices, name, n_rows, n_columns, np.float32)
+        matrix = self._room(self._matrices, name, n_rows, n_columns, np.float32)
         at = 0
         for part in parts:
-            target = matrix[at : at + part.n_rows]
-            dot.dequantize_into(
-                part.code, part.data, n_columns, dot.address(target), matrix.strides[0],
-                dot.TO_F32, self.n_threads,
-            )  # fmt: skip
+            target = dot.address(matrix[at : at + part.n_rows])
+            args = part.code, part.data, n_columns, target, matrix.strides[0], dot.TO_F32
+            dot.dequantize_into(*args, self._n_threads)
             at += part.n_rows
-        return partial(self._multiply_dense, name, matrix)
-
-    def of_experts(
-        self, name: str, parts: Sequence[Linear], rows: np.ndarray, offsets: np.ndarray
-    ) -> Product:
-        return partial(self._multiply_experts, name, parts, rows, offsets)
+        return matrix
 
     def _multiply_experts(
         self,
@@ -203,40 +161,11 @@ class F32Products(ManyRowsProducts):
         out = np.empty((len(rows), width), np.float32)
         for e, (first, last) in enumerate(pairwise(offsets)):
             if first < last:
-                product = self.of_stack(name, [part.matrix(e) for part in parts])
-                out[first:last] = product(x[rows[first:last]])
+                matrix = self._dequantized(name, [part.matrix(e) for part in parts])
+                out[first:last] = self._multiply_dense(name, matrix, x[rows[first:last]])
         return out
 
     def _multiply_dense(self, name: str, matrix: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        out = self._room(name, len(rows), len(matrix))
-        with blas_threads(self.n_threads):
+        out = self._room(self._results, name, len(rows), len(matrix), np.float32)
+        with blas_threads(self._n_threads):
             return np.matmul(np.ascontiguousarray(rows), matrix.T, out=out)
-
-
-class IntegerProducts(TableProducts):
-    """Products by cpu/layer/matmul_int8.py, with rows of the type of ``others``.
-
-    others: the products for formats that cpu/layer/matmul_int8.py lacks.
-    """
-
-    kernels = matmul_int8
-
-    def __init__(self, others: ManyRowsProducts) -> None:
-        super().__init__(others.n_threads)
-        self.dtype, self._others = others.dtype, others
-
-    def clear(self) -> None:
-        super().clear()
-        self._others.clear()
-
-    def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
-        if not all(matmul_int8.can_multiply(part.code) for part in parts):
-            return self._others.of_stack(name, parts)
-        return super().of_stack(name, parts)
-
-    def of_experts(
-        self, name: str, parts: Sequence[Linear], rows: np.ndarray, offsets: np.ndarray
-    ) -> Product:
-        if not all(matmul_int8.can_multiply(part.code) for part in parts):
-            return self._others.of_experts(name, parts, rows, offsets)
-        return super().of_experts(name, parts, rows, offsets)

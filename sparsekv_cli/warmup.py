@@ -107,20 +107,20 @@ def _format_steps(
     """
     import numpy as np
 
-    from sparsekv_cli.cpu.layer import matmul_int8
+    from sparsekv_cli.cpu.layer import choice, matmul_int8
     from sparsekv_cli.cpu.weights import dot, interleaved
     from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
 
     for code in sorted(codes):
         format_ = FORMAT_OF_CODE[code]
-        call = partial(dot.kernel_address, code)
+        call: Callable[[], object] = partial(choice.few_rows_kernel, code)
         yield CompileTask(f"format-{code}", format_.name, call)
         targets = {"f32": dot.TO_F32, "bf16": dot.TO_BF16}
         for dtype, to in targets.items():
             if dtype in dtypes:
                 call = partial(dot.dequantize_address, code, to)
                 yield CompileTask(f"format-{code}-to-{to}", format_.name, call)
-        if "int8" in dtypes and matmul_int8.can_multiply(code):
+        if "int8" in dtypes and choice.many_rows_kernels([code], "int8", "f32"):
             products = partial(matmul_int8.kernel_addresses, code)
             yield CompileTask(f"format-{code}-products", format_.name, products)
     repacking = {}  # by the size of the moved elements, which decides the kernel
@@ -129,7 +129,7 @@ def _format_steps(
         if format_.decode is None:
             continue
         for n_planes in sorted(planes):
-            call = partial(dot.kernel_address, code, n_planes, is_repacked)
+            call = partial(choice.few_rows_kernel, code, n_planes, is_repacked)
             name = f"format-{code}-{n_planes}" + "-repacked" * is_repacked
             yield CompileTask(name, format_.name, call)
         if is_repacked:

@@ -90,10 +90,7 @@ def attend_heads(q, rows, softcap, state, scores):
             k_at, v_at = k_at + start * k_row, v_at + start * v_row
         for first in range(0, n_head, TILE):
             tile = min(TILE, n_head - first)
-            tile_scores(
-                tile, k_mode, q[first].ctypes.data, k_at, k_row, at, size, d, scores.ctypes.data,
-                stride,
-            )  # fmt: skip
+            tile_scores(tile, k_mode, q[first], k_at, k_row, at, size, d, scores, stride)
             for t in range(tile):
                 h = first + t
                 for j in range(size, size + LANES):
@@ -111,7 +108,7 @@ def attend_heads(q, rows, softcap, state, scores):
             for row in range(0, size, part):
                 tile_values(
                     tile, v_mode, scores.ctypes.data + 4 * row, stride, v_at + row * v_row, v_row,
-                    at, min(part, size - row), acc.shape[1], acc[first].ctypes.data,
+                    at, min(part, size - row), acc.shape[1], acc[first],
                 )  # fmt: skip
 
 
@@ -147,9 +144,7 @@ def attend_list(q, rows, scale, softcap, sinks, out, scores):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _attend_tokens(
-    q, layouts, kv_head, spans, scale, softcap, sinks, whole, piece, out, scores
-):  # fmt: skip
+def _attend_tokens(q, layouts, kv_head, spans, scale, softcap, sinks, whole, piece, out, scores):
     """Computes attention of tokens and heads that share a kv head's rows, in this thread's memory.
 
     All tokens use a block of rows before the next block is read. So a row that they share is read
@@ -186,7 +181,7 @@ def _attend_tokens(
 @njit(cache=True, nogil=True)
 def _attend_pieces(
     counter, tasks, q, layouts, spans, n_kv_head, scale, softcap, sinks, pieces, out
-):  # fmt: skip
+):
     """Runs tasks until none is left. A task is a kv head and a row of ``tasks``.
 
     pieces: a Softmax of (S, B, H), a piece of the keys a row.
@@ -234,9 +229,7 @@ def _tasks_of_kv_head(n_split, owners, n_threads):
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def _attend_all(
-    tasks, q, layouts, spans, n_kv_head, scale, softcap, sinks, pieces, out, n_threads
-):  # fmt: skip
+def _attend_all(tasks, q, layouts, spans, n_kv_head, scale, softcap, sinks, pieces, out, n_threads):
     """Runs all tasks on several threads."""
     counter = np.zeros(1, np.int64)
     for _thread in prange(n_threads):
@@ -356,8 +349,8 @@ def score_rows(q, layout, n, n_kv_head, scale, out, n_threads):
                     size = min(BLOCK, last - start)
                     at = layout[K] + kv_head * layout[K_HEAD] + start * layout[K_ROW]
                     tile_scores(
-                        end - h, layout[K_KIND], scaled.ctypes.data, at, layout[K_ROW], 0, size, d,
-                        part.ctypes.data, part.shape[1],
+                        end - h, layout[K_KIND], scaled, at, layout[K_ROW], 0, size, d,
+                        part, part.shape[1],
                     )  # fmt: skip
                     for t in range(end - h):
                         put(out[h + t, start : start + size], part[t])

@@ -30,7 +30,7 @@ from sparsekv_cli.cpu.jit import bf16, llvm
 from sparsekv_cli.cpu.jit.bf16 import PAIRS, ROWS, multiply, narrowed
 from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import keep, tasks_of
+from sparsekv_cli.cpu.jit.llvm import tasks_of
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.jit.value import LANES, VF, VI, load, select, store
@@ -96,27 +96,24 @@ def _read_block(layout, head, first, count, widths, keys, values):
     Quantised rows are widened to f32 first.
     """
     wide = np.empty((2 * LANES, max(widths)), np.float32)
-    wide_at, wide_row = wide.ctypes.data, wide.strides[0]
     k = layout[K] + head * layout[K_HEAD] + first * layout[K_ROW]
     v = layout[V] + head * layout[V_HEAD] + first * layout[V_ROW]
-    k_at, k_row = keys.ctypes.data, keys.strides[0]
-    v_at, v_row = values.ctypes.data, values.strides[0]
+    v_row = values.strides[0]
     for j in range(count):
-        row, to = k + j * layout[K_ROW], k_at + j * k_row
+        row, to = k + j * layout[K_ROW], keys[j]
         if layout[K_KIND] == F16_ROWS:
             _narrow(F16_ROWS, row, widths[0], to)
         else:
             widen_row(layout[K_KIND], row, wide[0, : widths[0]])
-            _narrow(F32_ROWS, wide_at, widths[0], to)
+            _narrow(F32_ROWS, wide, widths[0], to)
     for j in range(0, count, 2 * LANES):
-        row, to, last = v + j * layout[V_ROW], v_at + 2 * j, count - 1 - j
+        row, to, last = v + j * layout[V_ROW], values[0, j:], count - 1 - j
         if layout[V_KIND] == F16_ROWS:
             _narrow_transposed(F16_ROWS, row, layout[V_ROW], last, widths[1], to, v_row)
         else:
             for i in range(min(last + 1, 2 * LANES)):
                 widen_row(layout[V_KIND], row + i * layout[V_ROW], wide[i, : widths[1]])
-            _narrow_transposed(F32_ROWS, wide_at, wide_row, last, widths[1], to, v_row)
-    keep(wide)
+            _narrow_transposed(F32_ROWS, wide, wide.strides[0], last, widths[1], to, v_row)
 
 
 # --- tasks ----------------------------------------------------------------------------------------
@@ -133,7 +130,7 @@ def _attend_tiles(layout, head, widths, queries, n_visible, scale, window, cap, 
     """
     keys, values, scores, weights, peak, small, limits = scratch
     n_tiles, n_units, n_sums = queries.shape[0], queries.shape[1] // PAIRS, acc.shape[1]
-    top, old = small[0].ctypes.data, small[1].ctypes.data
+    top, old = small
     key_bytes, value_bytes, tile_bytes = keys.strides[0], values.strides[0], 4 * WIDTH
     acc[:] = 0
     for start in range(max(0, n_visible[0, 0] - window), n_visible[-1, -1], BLOCK):
@@ -148,54 +145,38 @@ def _attend_tiles(layout, head, widths, queries, n_visible, scale, window, cap, 
             free = max(low, min(count, n_visible[t, 0] - start))
             for j in range(0, count, ROWS):
                 multiply(
-                    4, keys[j].ctypes.data, key_bytes, UNIT, queries[t].ctypes.data, tile_bytes,
-                    n_units, scores[j].ctypes.data, tile_bytes, 0,
+                    4, keys[j], key_bytes, UNIT, queries[t], tile_bytes,
+                    n_units, scores[j], tile_bytes, 0,
                 )  # fmt: skip
             for i in range(WIDTH):
                 limits[i] = n_visible[t, i] - start
-            small[0] = peak[t]
+            top[:] = peak[t]
             if cap:
-                small[0] = LOWEST
-            scores_at, weights_at = scores.ctypes.data, weights.ctypes.data
-            hide_and_find_peaks(scores_at, low, free, whole, limits.ctypes.data, window, top)
+                top[:] = LOWEST
+            hide_and_find_peaks(scores, low, free, whole, limits, window, top)
             if cap:
-                soften(scores_at, whole, cap, peak[t].ctypes.data, top)
-            moved = weigh(
-                scores_at, whole, scale, peak[t].ctypes.data, top, mass[t].ctypes.data, old,
-                weights_at,
-            )  # fmt: skip
+                soften(scores, whole, cap, peak[t], top)
+            moved = weigh(scores, whole, scale, peak[t], top, mass[t], old, weights)
             if moved:
-                shrink(acc[t].ctypes.data, n_sums, old)
+                shrink(acc[t], n_sums, old)
             for c in range(0, n_sums, ROWS):
                 multiply(
-                    4, values[c].ctypes.data, value_bytes, UNIT, weights_at, tile_bytes,
-                    whole // (2 * PAIRS), acc[t, c].ctypes.data, tile_bytes, 1,
+                    4, values[c], value_bytes, UNIT, weights, tile_bytes,
+                    whole // (2 * PAIRS), acc[t, c], tile_bytes, 1,
                 )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
-def _attend_tasks(
-    counter,
-    q,
-    layout,
-    n_kv,
-    ends,
-    scale,
-    window,
-    cap,
-    sinks,
-    queries,
-    scratch,
-    mass,
-    acc,
-    narrow,
-    out,
-):
+def _attend_tasks(counter, q, layout, n_kv, ends, scale, window, cap, sinks, scratch, thread, out):
     """Runs tasks until none is left, the long ones first. A task is some tiles of a kv head.
 
     The rows of a kv head are counted token by token. Row r belongs to token r // group, and to
-    query head r % group of the group.
+    query head r % group of the group. scratch: of all threads.
     """
+    queries, keys, values, scores, weights, peak, small, limits, mass, acc, narrow = scratch
+    queries, mass, acc, narrow = queries[thread], mass[thread], acc[thread], narrow[thread]
+    peak, small, limits = peak[thread], small[thread], limits[thread]
+    own = keys[thread], values[thread], scores[thread], weights[thread], peak, small, limits
     n_head, n_new, d = q.shape
     group, d_v = n_head // n_kv, out.shape[2]
     n_rows = n_new * group
@@ -211,7 +192,7 @@ def _attend_tasks(
                 r = min((first + t) * WIDTH + i, n_rows - 1)
                 token, h = r // group, head * group + r % group
                 n_visible[t, i] = ends[token]
-                scratch[4][t, i] = sinks[h] / scale * LOG2_E if len(sinks) else LOWEST
+                peak[t, i] = sinks[h] / scale * LOG2_E if len(sinks) else LOWEST
                 mass[t, i] = len(sinks) > 0
                 for c in range(d // 2):
                     pair = np.uint32(q[h, token, 2 * c + 1]) << np.uint32(16)
@@ -219,11 +200,11 @@ def _attend_tasks(
         tiles = last - first
         widths = (d + LANES - 1) // LANES * LANES, narrow.shape[1]
         _attend_tiles(
-            layout, head, widths, queries[:tiles], n_visible[:tiles], scale, window, cap, scratch,
+            layout, head, widths, queries[:tiles], n_visible[:tiles], scale, window, cap, own,
             mass[:tiles], acc[:tiles],
         )  # fmt: skip
         for t in range(tiles):
-            divide(acc[t].ctypes.data, narrow.shape[1], mass[t].ctypes.data, narrow.ctypes.data)
+            divide(acc[t], narrow.shape[1], mass[t], narrow)
             for i in range(min(WIDTH, n_rows - (first + t) * WIDTH)):
                 r = (first + t) * WIDTH + i
                 target = out[r // group, head * group + r % group]
@@ -234,17 +215,11 @@ def _attend_tasks(
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def _attend(q, layout, n_kv, ends, scale, window, cap, sinks, scratch, out, n_threads):
-    queries, keys, values, scores, weights, peak, small, limits, mass, acc, narrow = scratch
     counter = np.zeros(1, np.int64)
     for thread in prange(n_threads):
-        own = (
-            keys[thread], values[thread], scores[thread], weights[thread], peak[thread],
-            small[thread], limits[thread],
-        )  # fmt: skip
         _attend_tasks(
-            counter, q, layout, n_kv, ends, scale, window, cap, sinks, queries[thread], own,
-            mass[thread], acc[thread], narrow[thread], out,
-        )  # fmt: skip
+            counter, q, layout, n_kv, ends, scale, window, cap, sinks, scratch, thread, out
+        )
 
 
 def _rounded_up(n: int, unit: int) -> int:

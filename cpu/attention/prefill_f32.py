@@ -31,7 +31,7 @@ from sparsekv_cli.cpu.attention.tile import widen_row
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import keep, tasks_of
+from sparsekv_cli.cpu.jit.llvm import tasks_of
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.jit.value import F32, I32, LANES, const, load, select, store, vec
 
@@ -193,11 +193,10 @@ def _read_block(layout, head, first, count, d_v, row, keys, values):
     v_width = (d_v + LANES - 1) // LANES * LANES
     k = layout[K] + head * layout[K_HEAD] + first * layout[K_ROW]
     v = layout[V] + head * layout[V_HEAD] + first * layout[V_ROW]
-    v_at, row_at = values.ctypes.data, row.ctypes.data
     for j in range(count):
         widen_row(layout[K_KIND], k + j * layout[K_ROW], keys[j])
         widen_row(layout[V_KIND], v + j * layout[V_ROW], row[:v_width])
-        _spread(row_at, values.shape[0], v_at + 4 * ROWS * j, 4 * ROWS * BLOCK)
+        _spread(row, values.shape[0], values[0, j], 4 * ROWS * BLOCK)
         values[d_v // ROWS, j, d_v % ROWS] = 1
 
 
@@ -214,7 +213,6 @@ def _attend_tiles(
     """
     n_tiles, d = queries.shape[:2]
     top, old = np.empty(WIDTH, np.float32), np.empty(WIDTH, np.float32)
-    top_at, old_at, scores_at = top.ctypes.data, old.ctypes.data, scores.ctypes.data
     for start in range(max(0, n_visible[0, 0] - window), n_visible[-1, -1], BLOCK):
         size = min(BLOCK, n_visible[-1, -1] - start)
         _read_block(layout, head, start, size, d_v, row, keys, values)
@@ -229,18 +227,13 @@ def _attend_tiles(
             if cap:
                 top[:] = LOWEST
             _score(
-                queries[t].ctypes.data, d, keys.ctypes.data, 4 * keys.shape[1], start, low, free,
-                count, n_visible[t].ctypes.data, window, scores_at, top_at,
+                queries[t], d, keys, 4 * keys.shape[1], start, low, free,
+                count, n_visible[t], window, scores, top,
             )  # fmt: skip
             if cap:
-                _soften(scores_at, count, cap, peak[t].ctypes.data, top_at)
-            _weigh(scores_at, count, peak[t].ctypes.data, top_at, old_at)
-            _add_values(
-                scores_at, count, values.ctypes.data, 4 * ROWS * BLOCK, values.shape[0], old_at,
-                acc[t].ctypes.data,
-            )  # fmt: skip
-    keep(top)
-    keep(old)
+                _soften(scores, count, cap, peak[t], top)
+            _weigh(scores, count, peak[t], top, old)
+            _add_values(scores, count, values, 4 * ROWS * BLOCK, values.shape[0], old, acc[t])
 
 
 @njit(cache=True, nogil=True)

@@ -10,7 +10,7 @@ from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import trailing_zeros
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.jit.value import F32, I16, I32, I64, LANES, VI, call_named, const, load
+from sparsekv_cli.cpu.jit.value import F32, I32, LANES, VI
 from sparsekv_cli.cpu.vector.put import put
 
 WORD = 64  # keys that are compared at a time
@@ -34,58 +34,13 @@ def order_keys(scores, keys, n):
         keys[j] = _ordered(bits[j])
 
 
-@emitter(returns=types.UniTuple(types.int32, 2))
-def _extremes(keys, count):
-    """Returns the least and the largest of keys[:count], int32 at an address; count: 16, 32 ..."""
-    names = ("smin", "smax")
-
-    def body(j, found):
-        lanes = load(VI, keys + j * 4)
-        return [
-            call_named(f"llvm.{name}.v16i32", VI, known, lanes)
-            for name, known in zip(names, found, strict=True)
-        ]
-
-    start = [load(VI, keys)] * 2
-    found = llvm.loop(0, count, LANES, start, body)
-    return [
-        call_named(f"llvm.vector.reduce.{name}.v16i32", I32, lanes)
-        for name, lanes in zip(names, found, strict=True)
-    ]
-
-
-@emitter(returns=types.int32, pivot=types.int32)
-def _count_above(keys, count, pivot):
-    """Counts keys[:count] above pivot; int32 at an address, count a multiple of 16."""
-    limit = pivot.splat()
-
-    def counting(n_vectors):
-        def body(j, sums):
-            at = keys + j * 4
-            new = []
-            for i in range(n_vectors):
-                new.append(sums[i] - (load(VI, at, 4 * LANES * i) > limit).to(VI))
-            return new + sums[n_vectors:]
-
-        return body
-
-    n_sums = WORD // LANES
-    whole = count & -WORD
-    sums = [const(I32, 0)] * n_sums
-    sums = llvm.loop(0, whole, WORD, sums, counting(n_sums))
-    sums = llvm.loop(whole, count, LANES, sums, counting(1))
-    total = sums[0] + sums[1] + (sums[2] + sums[3])
-    return call_named("llvm.vector.reduce.add.v16i32", I32, total)
-
-
 @njit(cache=True, nogil=True)
 def count_above(keys, n, pivot):
     """Returns how many of keys[:n] int32 are above pivot."""
-    whole = n - n % LANES
-    count = _count_above(keys.ctypes.data, whole, pivot)
-    for j in range(whole, n):
-        count += np.int32(keys[j] > pivot)
-    return count
+    count = np.int32(0)  # LLVM counts in vectors of int32
+    for j in range(n):
+        count = np.int32(count + np.int32(keys[j] > pivot))
+    return np.int64(count)
 
 
 @emitter(returns=types.int32, value=types.float32)
@@ -132,10 +87,7 @@ def threshold_of_largest(keys, n, k):
     most 32.
     """
     low, high = keys[0], keys[0]
-    whole = n - n % LANES
-    if whole:
-        low, high = _extremes(keys.ctypes.data, whole)
-    for j in range(whole, n):
+    for j in range(n):
         low, high = min(low, keys[j]), max(high, keys[j])
     low, high = np.int64(low), np.int64(high)
     n_low, n_high, n_passes = n, 0, 0
@@ -158,12 +110,7 @@ def threshold_of_largest(keys, n, k):
 def _compare(keys, pivot, equal):
     """Returns a u64 with bit j set where keys[j] > pivot (``equal``: == pivot). keys: address."""
     limit = pivot.splat()
-    word = I64(0)
-    for part in range(WORD // LANES):
-        lanes = load(VI, keys, 4 * LANES * part)
-        found = lanes == limit if equal else lanes > limit
-        word = word | (found.bitcast(I16).unsigned_to(I64) << (LANES * part))
-    return word
+    return llvm.bits_where(VI, keys, lambda x: x == limit if equal else x > limit)
 
 
 @njit(cache=True, nogil=True)

@@ -8,7 +8,6 @@ from numba import types
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import keep
 from sparsekv_cli.cpu.jit.value import (
     F32,
     LANES,
@@ -98,10 +97,7 @@ def exponentiate(scores, n, softcap, sink):
     a score without a value, or -inf; the sum is without it.
     """
     scores[n : n + LANES] = NEGATIVE_INFINITY
-    at = scores.ctypes.data
     if softcap:
-        soften(at, n, softcap)
-    peak = max(max_of(at, n), sink)
-    mass = exp_in_place(at, n, peak)
-    keep(scores)
-    return peak, mass
+        soften(scores, n, softcap)
+    peak = max(max_of(scores, n), sink)
+    return peak, exp_in_place(scores, n, peak)

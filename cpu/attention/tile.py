@@ -30,7 +30,6 @@ from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.install import when_installed
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import keep
 from sparsekv_cli.cpu.jit.pointers import address, function_address
 from sparsekv_cli.cpu.jit.value import (
     F32,
@@ -277,12 +276,11 @@ def tile_values(tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
 def widen_row(kind, row, out):
     """out f32 (width,) = the row of ``kind`` at an address."""
     if kind == F16_ROWS:
-        widen_halves(row, len(out), out.ctypes.data)
+        widen_halves(row, len(out), out)
         return
     one = np.ones(1, np.float32)
     out[:] = 0
-    tile_values(1, kind, one.ctypes.data, 0, row, 0, 0, 1, len(out), out.ctypes.data)
-    keep(one)
+    tile_values(1, kind, one, 0, row, 0, 0, 1, len(out), out)
 
 
 binding.add_symbol(TABLE, address(_TABLE))

@@ -13,12 +13,9 @@ from sparsekv_cli.cpu.attention.decode import TILE, scaled_copy
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, V_HEAD, V_ROW, K, V
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exponentiate
 from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
-from sparsekv_cli.cpu.jit import llvm
-from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import keep, tasks_of
+from sparsekv_cli.cpu.jit.llvm import copy_bytes, tasks_of
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.jit.value import I16, load, store
 
 N_PART = 8  # most parts of a kv head's queries
 ROWS_A_PART = 64  # fewest queries of a part
@@ -47,10 +44,7 @@ def _add_columns(q, first, last, k, k_row, kind, n_past, group, scale, softcap, 
         tile = min(TILE, last - row)
         longest = n_past + (row + tile - 1) // group + 1
         scaled = scaled_copy(q[row : row + tile], scale)
-        tile_scores(
-            tile, kind, scaled.ctypes.data, k, k_row, 0, longest, d, scores.ctypes.data, stride
-        )
-        keep(scaled)
+        tile_scores(tile, kind, scaled, k, k_row, 0, longest, d, scores, stride)
         for t in range(tile):
             visible = n_past + (row + t) // group + 1
             sink = sinks[(row + t) % group] if len(sinks) else NEGATIVE_INFINITY
@@ -129,15 +123,6 @@ def max_pool_ref(scores, width):
     return np.lib.stride_tricks.sliding_window_view(padded, width, axis=1).max(-1)
 
 
-@emitter
-def copy_bytes(source, target, count):
-    """Copies ``count`` bytes, an even number, from one address to another."""
-
-    @llvm.every(count, 2)
-    def body(j):
-        store(load(I16, source + j), target + j)
-
-
 @njit(cache=True, nogil=True)
 def least_attended(positions, mass, n, first, last):
     """Returns the slot below n with the least mass at positions first..last - 1; oldest of ties."""
@@ -181,7 +166,7 @@ def drop_least_attended_ref(first, last, positions, mass):
 @njit(cache=True, nogil=True)
 def heavy_hitter_step(
     q, layout, n, scale, softcap, sinks, drops, first, last, positions, mass, n_threads
-):  # fmt: skip
+):
     """Runs H2O's update after the attention of a decode step. The step's row is the last of n.
 
     q f32 (G, group, d). It adds the step's attention to mass. If ``drops``, it drops a row of every

@@ -7,10 +7,10 @@ The threads share its cost evenly.
 """
 
 import numpy as np
-from numba import carray
 
 from sparsekv_cli.cpu.experts.routing import (
     NO_BIAS,
+    add_biases,
     group_rows,
     route_ref,
     route_row,
@@ -19,8 +19,7 @@ from sparsekv_cli.cpu.experts.routing import (
 )
 from sparsekv_cli.cpu.experts.state import MixtureState
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import keep
-from sparsekv_cli.cpu.jit.pointers import float_pointer
+from sparsekv_cli.cpu.jit.llvm import copy_bytes, keep
 from sparsekv_cli.cpu.jit.pool import N_REGIONS, expect
 from sparsekv_cli.cpu.layer.activation import gate_lanes
 from sparsekv_cli.cpu.layer.decode import (
@@ -48,14 +47,6 @@ from sparsekv_cli.cpu.weights.integer import quantize_rows, quantized_stride
 # f32, and the shared expert's gate, up and down. These are zero if there is no shared expert. The
 # architecture may have no gates.
 ROUTER, SHARED = 1, 2
-
-
-@njit(cache=True, nogil=True)
-def _copy(source, target, n):
-    """Copies n bytes, a multiple of 4, from one address to another."""
-    to, from_ = carray(float_pointer(target), n // 4), carray(float_pointer(source), n // 4)
-    for c in range(n // 4):
-        to[c] = from_[c]
 
 
 @njit(cache=True, nogil=True)
@@ -97,8 +88,8 @@ def gate_and_up(layer, mixture, given, offsets, rows, n_rows, jobs):
             at = mixture.gathered.ctypes.data + first * row
             for p in range(count):
                 b = rows[first + p]
-                _copy(given[0] + b * x_row, at + p * row, x_row)
-                _copy(given[1] + b * stride, at + p * row + x_row, stride)
+                copy_bytes(given[0] + b * x_row, at + p * row, x_row)
+                copy_bytes(given[1] + b * stride, at + p * row + x_row, stride)
             inputs = (at, row, at + x_row, row)
         set_jobs(
             jobs[n : n + n_parts], mixture.matrices[:n_parts], e, inputs, count,
@@ -115,26 +106,13 @@ def gate_and_up(layer, mixture, given, offsets, rows, n_rows, jobs):
 
 
 @njit(cache=True, nogil=True)
-def _add_biases(slots, offsets, biases):
-    """Adds each expert's bias to its slots.
-
-    slots f32 (slots, >= n); biases f32 (experts, n), or empty.
-    """
-    for e in range(offsets.shape[0] - 1 if biases.shape[0] else 0):
-        for p in range(offsets[e], offsets[e + 1]):
-            for c in range(biases.shape[1]):
-                slots[p, c] += biases[e, c]
-
-
-@njit(cache=True, nogil=True)
 def _gate_rows(activation, hidden, quantized, n_ff, n_planes):
     """Overwrites the gate of slots by act(gate) * up; quantises it if n_planes is not 0.
 
     hidden f32 (slots, >= 2 n_ff), quantized uint8 (slots, row).
     """
     for p in range(hidden.shape[0]):
-        gate = hidden[p].ctypes.data
-        gate_lanes(hidden, activation, gate, gate + 4 * n_ff, gate, n_ff)
+        gate_lanes(hidden, activation, hidden[p], hidden[p, n_ff:], hidden[p], n_ff)
     if n_planes:
         quantize_rows(
             hidden.ctypes.data, hidden.strides[0], hidden.shape[0], n_ff, n_planes,
@@ -183,20 +161,17 @@ def add_experts(at, mixture_at, n_rows, n_threads):
     last = matrices.shape[0] - 1
     x, normed, results = layer.x, layer.normed, mixture.results
     has_norms = mixture.router_norm.shape[0] > 0
-    routed = given = np.int64(normed.ctypes.data)
+    routed, given = normed, np.int64(normed.ctypes.data)
     own = np.empty((2, n_rows if has_norms else 0, n_embd), np.float32)
     if has_norms:
-        routed, given = np.int64(own[0].ctypes.data), np.int64(own[1].ctypes.data)
+        routed, given = own[0], np.int64(own[1].ctypes.data)
         for b in range(n_rows):
             rms_norm(x[b], mixture.router_norm, eps, own[0, b])
             rms_norm(x[b], mixture.expert_norm, eps, own[1, b])
     logits = np.empty((n_rows, n_expert), np.float32)
     expect(layer.regions[layer.n_inputs + SHARED :].ctypes.data)
-    multiply(
-        matrices[ROUTER : ROUTER + 1], routed, 4 * n_embd, n_rows, layer.quantized.ctypes.data,
-        logits.ctypes.data, 4 * n_expert, n_threads,
-    )  # fmt: skip
-    keep(logits)
+    table_of_router = matrices[ROUTER : ROUTER + 1]
+    multiply(table_of_router, routed, n_rows, layer.quantized, logits, n_threads)
     chosen, weights = np.empty((n_rows, n_used), np.int64), np.empty((n_rows, n_used), np.float32)
     offsets, rows = np.empty(n_expert + 1, np.int64), np.empty(n_slots, np.int64)
     places = np.empty((n_rows, n_used), np.int64)
@@ -227,7 +202,8 @@ def add_experts(at, mixture_at, n_rows, n_threads):
     keep(own)
     keep(own_quantized)
     hidden, to = mixture.hidden, mixture.quantized
-    _add_biases(hidden, offsets, mixture.hidden_bias)
+    if mixture.hidden_bias.shape[0]:
+        add_biases(hidden, offsets, mixture.hidden_bias, n_threads)
     n_planes = table[n_parts, PLANES]
     _gate_rows(layer.activation, hidden[:n_slots], to[:n_slots], mixture.n_ff, n_planes)
     if mixture.n_shared:
@@ -236,7 +212,8 @@ def add_experts(at, mixture_at, n_rows, n_threads):
     expect(layer.regions[layer.matrices.shape[0] :].ctypes.data)
     run_jobs(jobs[: _down(layer, mixture, offsets, n_slots, n_rows, jobs)], n_threads)
 
-    _add_biases(results, offsets, mixture.result_bias)
+    if mixture.result_bias.shape[0]:
+        add_biases(results, offsets, mixture.result_bias, n_threads)
     for b in range(n_rows):
         weight, shared_row = sigmoid_product(normed[b], mixture.shared_gate), results[n_slots + b]
         weigh_row(results, places[b], weights[b], normed[b])

@@ -160,13 +160,13 @@ def group_ref(chosen: np.ndarray, n_expert: int) -> tuple[np.ndarray, np.ndarray
 def add_biases(results, offsets, biases, n_threads):
     """results[p] += biases[e] for the pairs p of expert e, see ``group_rows``.
 
-    results (pairs, n), f32 or bf16; biases f32 (experts, n).
+    results (pairs, >= n), f32 or bf16; biases f32 (experts, n).
     """
     n_expert = biases.shape[0]
     for part in prange(n_threads):
         for e in range(part * n_expert // n_threads, (part + 1) * n_expert // n_threads):
             for p in range(offsets[e], offsets[e + 1]):
-                for c in range(results.shape[1]):
+                for c in range(biases.shape[1]):
                     results[p, c] = rounded(results, widen(results[p, c]) + biases[e, c])
 
 

@@ -45,7 +45,7 @@ from sparsekv_cli.cpu.faedkv.spectrum import Mark
 from sparsekv_cli.cpu.faedkv.state import BlocksBuffers, BlocksState, BlocksWork
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import keep, tasks_of
-from sparsekv_cli.cpu.jit.pointers import integer_pointer, on_lines
+from sparsekv_cli.cpu.jit.pointers import grown, integer_pointer
 from sparsekv_cli.cpu.jit.threads import blas_threads
 from sparsekv_cli.cpu.jit.value import LANES
 from sparsekv_cli.cpu.sals.vectors import multiply, scale_lanes
@@ -77,7 +77,7 @@ def _to_tokens(z, waves, n_waves, x):
     quarter, row = waves.shape[1], 0
     for part in range(4):
         multiply(
-            quarter, waves.ctypes.data + 4 * row * quarter, 4, 4 * quarter,
+            1, quarter, waves.ctypes.data + 4 * row * quarter, 4, 4 * quarter,
             z.ctypes.data + row * LINE, LINE, n_waves[part],
             x.ctypes.data + part * quarter * LINE, LINE,
         )  # fmt: skip
@@ -92,7 +92,7 @@ def _to_waves(x, waves, n_waves, z):
     _quarters(x, quarter * LANES)
     for part in range(4):
         multiply(
-            n_waves[part], waves.ctypes.data + 4 * row * quarter, 4 * quarter, 4,
+            1, n_waves[part], waves.ctypes.data + 4 * row * quarter, 4 * quarter, 4,
             x.ctypes.data + part * quarter * LINE, LINE, quarter, z.ctypes.data + row * LINE, LINE,
         )  # fmt: skip
         row += n_waves[part]
@@ -118,28 +118,15 @@ def _weigh_blocks(z, n_block, waves, n_waves, from_k, from_v, softcap, x):
     from_k, from_v f32 (LANES,): 1 / gain. x f32 (>= length LANES + PAD): scratch.
     """
     n_rows, quarter = waves.shape
-    scale_lanes(z.ctypes.data, n_rows, from_k.ctypes.data)
+    scale_lanes(z, n_rows, from_k)
     _to_tokens(z, waves, n_waves, x)
     n = 4 * quarter * LANES
     for block in range(n_block, LANES):
         x[block:n:LANES] = NEGATIVE_INFINITY
     peak, mass = exponentiate(x, n, softcap, NEGATIVE_INFINITY)
     _to_waves(x, waves, n_waves, z)
-    scale_lanes(z.ctypes.data, n_rows, from_v.ctypes.data)
+    scale_lanes(z, n_rows, from_v)
     return peak, mass
-
-
-@njit(cache=True, nogil=True, forceinline=True)
-def _attend_exact(this, q, g, sinks, peak, mass, acc, buffer):
-    """Computes the softmax state of kv head g's query heads over the exact rows.
-
-    q f32 (heads, d) scaled; sinks f32 (heads,): scores without values, or empty. State: peak, mass
-    f32 (heads,), acc f32 (heads, d_v). buffer: scratch, see ``attend_heads``.
-    """
-    state = Softmax(peak=peak, mass=mass, acc=acc)
-    begin_softmax(sinks, state)
-    rows = successive_rows(this.exact, g, 0, this.n_exact)
-    attend_heads(q, rows, this.softcap, state, buffer)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -160,9 +147,7 @@ def _attend_group(this, q, g, first, n_block, peak, mass, acc, z, x):
     acc[:] = 0
     for h in range(0, len(q), TILE):
         tile = min(TILE, len(q) - h)
-        tile_scores(
-            tile, 0, q[h:].ctypes.data, k, layout[K_ROW], 0, count, d, z.ctypes.data, z.shape[1]
-        )
+        tile_scores(tile, 0, q[h:], k, layout[K_ROW], 0, count, d, z, z.shape[1])
         for t in range(tile):
             if is_mean:
                 state = _weigh_means(z[t], n_block, this.length, from_k, from_v, this.softcap)
@@ -171,9 +156,7 @@ def _attend_group(this, q, g, first, n_block, peak, mass, acc, z, x):
                     z[t], n_block, this.waves, this.n_waves, from_k, from_v, this.softcap, x
                 )
             peak[h + t], mass[h + t] = state
-        tile_values(
-            tile, 0, z.ctypes.data, z.shape[1], v, layout[V_ROW], 0, count, d_v, acc[h:].ctypes.data
-        )
+        tile_values(tile, 0, z, z.shape[1], v, layout[V_ROW], 0, count, d_v, acc[h:])
 
 
 @njit(cache=True, nogil=True)
@@ -191,7 +174,10 @@ def run_thread(at, task, counter, shared, own):
         peak, mass, acc = work.peak[part, heads], work.mass[part, heads], work.acc[part, heads]
         q = work.queries[heads]
         if part == 0:
-            _attend_exact(this, q, g, this.sinks[heads], peak, mass, acc, buffers.scores)
+            state = Softmax(peak=peak, mass=mass, acc=acc)
+            begin_softmax(this.sinks[heads], state)
+            rows = successive_rows(this.exact, g, 0, this.n_exact)
+            attend_heads(q, rows, this.softcap, state, buffers.scores)
         else:
             first = (part - 1) * at_once
             n_block = min(at_once, this.n_block - first)
@@ -265,17 +251,10 @@ class BlockSpectrum:
         if n_block <= capacity:
             return
         n_group = -(-max(n_block, capacity + capacity // 8) // LANES)
-        used, grown = capacity * self.basis.n_rows, []
-        for old in (self.k, self.v):
-            shape = old.shape[0], n_group * LANES * self.basis.n_rows, old.shape[2]
-            new = on_lines(shape, np.float16, zeros=True)
-            new[:, :used] = old
-            grown.append(new)
-        self.k, self.v = grown
-        inverse = np.ones((2, n_group * LANES), np.float32)
-        inverse[:, :capacity] = self._inverse
-        self._inverse = inverse
-        self._step.state.set(layout=layout_of(self.k, self.v), inverse=inverse)
+        n_rows = n_group * LANES * self.basis.n_rows
+        self.k, self.v = (grown(old, 1, n_rows) for old in (self.k, self.v))
+        self._inverse = grown(self._inverse, 1, n_group * LANES, fill=1)
+        self._step.state.set(layout=layout_of(self.k, self.v), inverse=self._inverse)
 
     def append(self, k: np.ndarray, v: np.ndarray) -> None:
         """Appends blocks of tokens k f32 (G, m, d), v f32 (G, m, d_v); m: a multiple of basis.n."""

@@ -5,7 +5,6 @@ import numpy as np
 from sparsekv_cli.cpu.attention.softmax import exponentiate
 from sparsekv_cli.cpu.attention.tile import PAD, tile_scores, tile_values
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import keep
 
 
 @njit(cache=True, nogil=True)
@@ -17,20 +16,13 @@ def attend_split_rows(q_rest, rest, v, rows, scores, scale, softcap, sink, out):
     """
     count = rows.shape[0]
     dots = np.empty(count + PAD, np.float32)
-    tile_scores(
-        1, 1, q_rest.ctypes.data, rest.ctypes.data, rest.strides[0], rows.ctypes.data, count,
-        q_rest.shape[0], dots.ctypes.data, 0,
-    )  # fmt: skip
+    tile_scores(1, 1, q_rest, rest, rest.strides[0], rows, count, q_rest.shape[0], dots, 0)
     for j in range(count):
         dots[j] = scale * (dots[j] + scores[j])
     peak, mass = exponentiate(dots, count, softcap, sink)
     mass += np.exp(sink - peak)
     out[:] = 0
-    tile_values(
-        1, 1, dots.ctypes.data, 0, v.ctypes.data, v.strides[0], rows.ctypes.data, count,
-        out.shape[0], out.ctypes.data,
-    )  # fmt: skip
-    keep(dots)
+    tile_values(1, 1, dots, 0, v, v.strides[0], rows, count, out.shape[0], out)
     for c in range(out.shape[0]):
         out[c] /= mass
 

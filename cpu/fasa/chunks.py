@@ -92,9 +92,8 @@ def score_pieces(counter, q, dom, n_split, best):
             size = min(AT_ONCE, last - start)
             for h in range(head * group, (head + 1) * group, TILE):
                 block_maxima(
-                    min(TILE, (head + 1) * group - h), q[h].ctypes.data,
-                    dom[head, start].ctypes.data, dom.shape[2], size,
-                    best[h, start:].ctypes.data, best.shape[1],
+                    min(TILE, (head + 1) * group - h), q[h], dom[head, start], dom.shape[2], size,
+                    best[h, start:], best.shape[1],
                 )  # fmt: skip
 
 
@@ -126,10 +125,7 @@ def score_chunks_ref(q, dom):
 def scores_of(q, dom, blocks):
     """Returns ``listed_scores`` of one head as a new array f32 (16 m,); blocks int32 (m,)."""
     out = np.empty(BLOCK * blocks.shape[0], np.float32)
-    listed_scores(
-        q.ctypes.data, dom.ctypes.data, dom.shape[1], blocks.ctypes.data, blocks.shape[0],
-        out.ctypes.data,
-    )  # fmt: skip
+    listed_scores(q, dom, dom.shape[1], blocks, blocks.shape[0], out)
     return out
 
 

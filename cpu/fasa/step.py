@@ -30,7 +30,7 @@ def append_split_row(k_new, v_new, position, dims, dom, rest, v):
     n_dom, d = dom.shape[2], dims.shape[1]
     halves = np.empty(k_new.shape[1], np.uint16)
     for head in range(k_new.shape[0]):
-        store_halves(k_new[head].ctypes.data, halves.ctypes.data, k_new.shape[1])
+        store_halves(k_new[head], halves, k_new.shape[1])
         for c in range(n_dom):
             dom[head, position // BLOCK, c, position % BLOCK] = halves[dims[head, c]]
         for c in range(d - n_dom):
@@ -38,7 +38,7 @@ def append_split_row(k_new, v_new, position, dims, dom, rest, v):
         for c in range(d - n_dom, rest.shape[2]):
             rest[head, position, c] = 0
         if v_new.shape[0]:
-            store_halves(v_new[head].ctypes.data, v[head, position].ctypes.data, v_new.shape[1])
+            store_halves(v_new[head], v[head, position], v_new.shape[1])
 
 
 @njit(cache=True, nogil=True)

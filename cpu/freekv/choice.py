@@ -5,11 +5,10 @@ A context with many pages is searched by groups of pages first.
 
 import numpy as np
 
-from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.tile import PAD
 from sparsekv_cli.cpu.freekv.pages import GROUPED
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.quest.pages import listed_page_scores, page_scores, pool_softmax
+from sparsekv_cli.cpu.quest.pages import best_pooled, listed_page_scores, page_scores
 
 
 @njit(cache=True, nogil=True)
@@ -27,7 +26,7 @@ def choose_pages(q, hi, lo, first, end, n_best, scale, softcap, chosen):
         return n
     scores = np.empty((q.shape[0], end + PAD), np.float32)
     page_scores(q, hi, lo, end, 1, scale, scores)
-    _best_pooled(scores[:, first:], n, n_best, softcap, chosen)
+    best_pooled(scores[:, first:], n, n_best, softcap, chosen)
     for j in range(n_best):
         chosen[j] += first
     return n_best
@@ -47,7 +46,7 @@ def choose_pages_by_groups(
     scores = np.empty((q.shape[0], n_group + PAD), np.float32)
     page_scores(q, group_hi, group_lo, n_group, 1, scale, scores)
     visited = np.empty(n_visited, np.int32)
-    _best_pooled(scores, n_group, n_visited, softcap, visited)
+    best_pooled(scores, n_group, n_visited, softcap, visited)
     listed = np.empty((n_visited + 1) * GROUPED, np.int32)
     count = 0
     for i in range(n_visited):
@@ -60,20 +59,10 @@ def choose_pages_by_groups(
     scores = np.empty((q.shape[0], count + PAD), np.float32)
     listed_page_scores(q, hi[0], lo[0], listed[:count], scale, scores)
     n_best = min(n_best, count)
-    _best_pooled(scores, count, n_best, softcap, chosen)
+    best_pooled(scores, count, n_best, softcap, chosen)
     for j in range(n_best):
         chosen[j] = listed[chosen[j]]
     return n_best, n_group + count
-
-
-@njit(cache=True, nogil=True)
-def _best_pooled(scores, n, n_best, softcap, chosen):
-    """chosen[:n_best] = the columns of scores (group, n + PAD) whose mean softmax is largest."""
-    pooled = np.empty(n, np.float32)
-    pool_softmax(scores, n, softcap, pooled)
-    keys = np.empty(n, np.int32)
-    order_keys(pooled, keys, n)
-    select_largest(keys, n, n_best, chosen)
 
 
 def choose_pages_ref(q, hi, lo, first, end, n_best, scale, softcap=0.0):

@@ -16,7 +16,7 @@ from sparsekv_cli.cpu.attention.load import widen_halves
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_ROW, K
 from sparsekv_cli.cpu.attention.store import store_halves
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.pointers import on_lines
+from sparsekv_cli.cpu.jit.pointers import grown, on_lines
 from sparsekv_cli.cpu.quest.pages import page_summaries
 from sparsekv_cli.cpu.vector.declared import f16, i32, i64, u64
 
@@ -211,20 +211,20 @@ class PageCache:
         if n_page > have:
             n_page = max(n_page, have + have // 8 + 16)
             self.pages = pages = pages._replace(
-                hi=_grown(pages.hi, 1, n_page),
-                lo=_grown(pages.lo, 1, n_page),
-                group_hi=_grown(pages.group_hi, 1, self._n_group(n_page)),
-                group_lo=_grown(pages.group_lo, 1, self._n_group(n_page)),
-                slot_of=_grown(pages.slot_of, 1, n_page, -1),
+                hi=grown(pages.hi, 1, n_page),
+                lo=grown(pages.lo, 1, n_page),
+                group_hi=grown(pages.group_hi, 1, self._n_group(n_page)),
+                group_lo=grown(pages.group_lo, 1, self._n_group(n_page)),
+                slot_of=grown(pages.slot_of, 1, n_page, -1),
             )
         if n_slot > pages.stamps.shape[1]:
             n_resident = self.n_sink + self.n_ring + n_slot
             self.pages = pages._replace(
-                k=_grown(pages.k, 0, n_resident),
-                v=_grown(pages.v, 0, n_resident),
-                page_in=_grown(pages.page_in, 1, n_slot, -1),
-                stamps=_grown(pages.stamps, 1, n_slot),
-                chosen=_grown(pages.chosen, 1, n_slot),
+                k=grown(pages.k, 0, n_resident),
+                v=grown(pages.v, 0, n_resident),
+                page_in=grown(pages.page_in, 1, n_slot, -1),
+                stamps=grown(pages.stamps, 1, n_slot),
+                chosen=grown(pages.chosen, 1, n_slot),
             )
 
     def _n_group(self, n_page: int) -> int:
@@ -253,8 +253,8 @@ def group_summaries(pages, first, last, meanstd):
     for g in range(pages.hi.shape[0]):
         for i in range(first, last):
             for j in range(i * GROUPED, (i + 1) * GROUPED):
-                widen_halves(pages.hi[g, j].ctypes.data, d, hi.ctypes.data)
-                widen_halves(pages.lo[g, j].ctypes.data, d, lo.ctypes.data)
+                widen_halves(pages.hi[g, j], d, hi)
+                widen_halves(pages.lo[g, j], d, lo)
                 is_first = j == i * GROUPED
                 for c in range(d):
                     if meanstd:  # top: sum of means, bottom: of squares
@@ -269,8 +269,8 @@ def group_summaries(pages, first, last, meanstd):
                     mean = top[c] / GROUPED
                     std = np.sqrt(max(bottom[c] / GROUPED - mean * mean, np.float32(0)))
                     top[c], bottom[c] = mean + std, mean - std
-            store_halves(top.ctypes.data, pages.group_hi[g, i].ctypes.data, d)
-            store_halves(bottom.ctypes.data, pages.group_lo[g, i].ctypes.data, d)
+            store_halves(top, pages.group_hi[g, i], d)
+            store_halves(bottom, pages.group_lo[g, i], d)
 
 
 def group_summaries_ref(hi, lo, meanstd):
@@ -293,12 +293,3 @@ def _words(rows: np.ndarray) -> np.ndarray:
 
 def _zeros(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
     return on_lines(shape, dtype, zeros=True)
-
-
-def _grown(old: np.ndarray, axis: int, size: int, fill: int = 0) -> np.ndarray:
-    """Returns ``old`` with ``size`` entries along an axis; new entries hold ``fill``."""
-    shape = list(old.shape)
-    shape[axis] = size
-    new = np.full(shape, fill, old.dtype) if fill else _zeros(shape, old.dtype)
-    new[tuple(slice(n) for n in old.shape)] = old
-    return new

@@ -85,8 +85,8 @@ def run_thread(at, task, counter, shared, own):
     v_row = np.int64(pages.v.ctypes.data) + row * 8 * width_v
     for g in tasks_of(tasks, n_kv):
         statistics = pages.statistics[g]
-        store_halves(this.k[g].ctypes.data, k_row + g * 8 * width, 4 * width)
-        store_halves(this.v[g].ctypes.data, v_row + g * 8 * width_v, 4 * width_v)
+        store_halves(this.k[g], k_row + g * 8 * width, 4 * width)
+        store_halves(this.v[g], v_row + g * 8 * width_v, 4 * width_v)
         for c in range(width):
             pages.pool_k[g, (n - 1) * width + c] = pages.k[resident, (n - 1) % page, g, c]
         for c in range(width_v):

@@ -5,11 +5,13 @@
         ...
 
 Compiled code calls ``scale_rows(x, n_rows, count, factor)`` with an address, two int64 and an f32.
+For an int64 it may pass an array. The function then gets the address of its first element, and the
+array lives until the end of the call.
 The function runs four times at compile time, with n_rows = 1, 2, 3 and 4. The code takes one of the
 four branches.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from typing import Any
@@ -49,6 +51,16 @@ def _write(
     return write(b, function, *values)
 
 
+def addresses_in(context: Any, b: ir.IRBuilder, kinds: Iterable[Any], args: Any) -> list[Any]:
+    """Returns arguments of a call in IR, with the address of its first element for each array."""
+    return [
+        b.ptrtoint(context.make_array(kind)(context, b, value).data, I64)
+        if isinstance(kind, types.Array)
+        else value
+        for kind, value in zip(kinds, args, strict=True)
+    ]
+
+
 def emitter(
     function: Callable[..., Any] | None = None, *, returns: Any = types.void, **kinds: Any
 ) -> Any:
@@ -77,11 +89,13 @@ def emitter(
         for kind, type_ in zip(declared, given, strict=True):
             if kind is LITERAL and not isinstance(type_, types.Literal):
                 return None
-            is_known = isinstance(kind, types.Type)
-            known.append(kind if is_known else type_ if kind in (LITERAL, TYPE) else types.int64)
+            is_array = kind == types.int64 and isinstance(type_, types.Array)
+            is_known = isinstance(kind, types.Type) and not is_array
+            is_taken = kind in (LITERAL, TYPE) or is_array
+            known.append(kind if is_known else type_ if is_taken else types.int64)
 
         def codegen(context: Any, b: Any, kinds: Any, args: Any) -> Any:
-            values = list(args)
+            values = addresses_in(context, b, known, args)
             for i, (kind, type_) in enumerate(zip(declared, known, strict=True)):
                 if kind in (LITERAL, TYPE):
                     values[i] = type_.literal_value if kind is LITERAL else type_

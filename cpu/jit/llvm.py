@@ -18,6 +18,7 @@ from sparsekv_cli.cpu.jit.value import (
     F16,
     F32,
     I1,
+    I16,
     I32,
     I64,
     LANES,
@@ -28,6 +29,7 @@ from sparsekv_cli.cpu.jit.value import (
     const,
     load,
     raw,
+    store,
     vec,
 )
 
@@ -138,13 +140,24 @@ def sum_lanes(value: Value) -> Value:
     return _reduced(value, lambda low, high: low + high)
 
 
+def bits_where(type_: ir.Type, address: Value, holds: Callable[[Value], Value]) -> Value:
+    """Returns a u64 whose bit j says whether ``holds`` is true for element j of 64 at an address.
+
+    type_: of a vector of LANES elements of 32 bits.
+    """
+    word: Value = I64(0)
+    for first in range(0, 64, LANES):
+        found = holds(load(type_, address, 4 * first))
+        word = word | (found.bitcast(I16).unsigned_to(I64) << first)
+    return word
+
+
 @emitter(returns=types.float32)
-def _sum_squares(address, count):
-    """Returns the sum of squares of ``count`` f32 at an address; count: a multiple of 16."""
+def dot_product(x, y, count):
+    """Returns x . y of f32 at addresses; count: a multiple of 16."""
 
     def body(j, sums):
-        lanes = load(VF, address + j * 4)
-        return [lanes.fma(lanes, sums[0])]
+        return [load(VF, x + j * 4).fma(load(VF, y + j * 4), sums[0])]
 
     return sum_lanes(loop(0, count, LANES, [const(F32, 0.0)], body)[0])
 
@@ -157,7 +170,7 @@ def sum_squares(x):
     that compiles the kernel would differ in the last bits from runs that load it.
     """
     whole = x.shape[0] - x.shape[0] % LANES
-    total = _sum_squares(x.ctypes.data, whole)
+    total = dot_product(x, x, whole)
     for i in range(whole, x.shape[0]):
         total += x[i] * x[i]
     return total
@@ -285,6 +298,15 @@ def tasks_of(counter, n):
 def prefetch_lines(address, n_bytes):
     """Prefetches the cache lines of ``n_bytes`` at ``address`` (numba code)."""
     every(address + n_bytes, 64, address & -64)(prefetch)
+
+
+@emitter
+def copy_bytes(source, target, count):
+    """Copies ``count`` bytes, an even number, from one address to another (numba code)."""
+
+    @every(count, 2)
+    def body(j):
+        store(load(I16, source + j), target + j)
 
 
 @emitter(array=TYPE)

@@ -15,8 +15,8 @@ from numba.extending import intrinsic
 from numpy.typing import DTypeLike
 
 from sparsekv_cli.cpu.jit.compiling import callees
-from sparsekv_cli.cpu.jit.emitter import emitter
-from sparsekv_cli.cpu.jit.value import F32, I64
+from sparsekv_cli.cpu.jit.emitter import addresses_in, emitter
+from sparsekv_cli.cpu.jit.value import I64
 
 LINE = 64  # bytes, a cache line
 
@@ -31,6 +31,17 @@ def on_lines(shape: Any, dtype: DTypeLike, *, zeros: bool = False) -> np.ndarray
     room = (np.zeros if zeros else np.empty)(count * dtype.itemsize + LINE, np.uint8)
     start = -room.ctypes.data % LINE
     return room[start : start + count * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def grown(old: np.ndarray, axis: int, size: int, fill: int = 0) -> np.ndarray:
+    """Returns ``old`` with ``size`` entries along an axis, cut or filled with ``fill``."""
+    shape = [size if i == axis else n for i, n in enumerate(old.shape)]
+    new = on_lines(shape, old.dtype, zeros=fill == 0)
+    if fill:
+        new[...] = fill
+    kept = tuple(slice(min(pair)) for pair in zip(old.shape, shape, strict=True))
+    new[kept] = old[kept]
+    return new
 
 
 def address(array: np.ndarray) -> int:
@@ -58,28 +69,25 @@ def function_address(dispatcher, signature: tuple) -> int:
 def caller(function: Callable[..., Any], n_literals: int = 0) -> Any:
     """Returns an intrinsic that calls a ``function_address`` of functions like ``function``.
 
-    Its arguments are the address, and those of ``function`` after the first n_literals.
+    Its arguments are the address, and those of ``function`` after the first n_literals. An array
+    gives its address, as with an ``emitter``.
     """
     names = ("address", *list(signature(function).parameters)[n_literals:])
 
     def codegen(context, builder, signature, args):
         type_ = ir.FunctionType(ir.VoidType(), [I64] * (n_literals + len(args) - 1))
-        place = builder.inttoptr(args[0], type_.as_pointer())
-        builder.call(place, [I64(0)] * n_literals + list(args[1:]))  # a literal has an argument
+        place, *others = addresses_in(context, builder, signature.args, args)
+        place = builder.inttoptr(place, type_.as_pointer())
+        builder.call(place, [I64(0)] * n_literals + others)  # a literal has an argument
         return context.get_dummy_value()
 
     def call(typingctx, *given):
-        return types.void(*[types.int64] * len(names)), codegen
+        kinds = [kind if isinstance(kind, types.Array) else types.int64 for kind in given]
+        return types.void(*kinds), codegen
 
     parameters = [Parameter(name, Parameter.POSITIONAL_ONLY) for name in ("typingctx", *names)]
     call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return intrinsic(call)
-
-
-@emitter(returns=types.CPointer(types.float32))
-def float_pointer(at):
-    """Turns an int64 address into a pointer for ``carray``."""
-    return at.pointer(F32)
 
 
 @emitter(returns=types.CPointer(types.int64))

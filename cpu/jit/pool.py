@@ -274,7 +274,7 @@ def parallel_for(function, args, dimensions, steps, data, n_inner, n_arrays, n_t
         _atomic_store(control + 8 * BUSY, 0)
     else:
         for task in range(n_tasks):
-            _run_task(job.ctypes.data, task)
+            _run_task(job, task)
     keep(job)
 
 

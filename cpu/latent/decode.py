@@ -64,11 +64,7 @@ def latent_inputs(at, n_rows, n_threads):
         put(this.k_nope[b, n_rot:], this.k[b, n_rot:])
         turn_pairs(pairs, this.cos[b, :half], this.sin[b, :half], this.k_nope[b], this.k[b])
     if n_rank_q:
-        multiply(
-            this.matrices[2:], this.normed.ctypes.data, this.normed.strides[0], n_rows,
-            this.quantized.ctypes.data, this.queries.ctypes.data, this.queries.strides[0],
-            n_threads,
-        )  # fmt: skip
+        multiply(this.matrices[2:], this.normed, n_rows, this.quantized, this.queries, n_threads)
     for b in range(n_rows):
         for h in range(n_head):
             pairs = this.queries[b, h * (n_nope + n_rot) + n_nope :]

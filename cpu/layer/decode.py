@@ -55,15 +55,12 @@ def project_qkv(at, n_rows, n_threads):
 def _project(at, n_rows, n_threads):
     """See ``project_qkv``."""
     layer = view(LayerState, at)
-    n_embd, d, d_v, eps = layer.n_embd, layer.head_dim, layer.value_dim, np.float32(layer.eps)
+    d, d_v, eps, inputs = layer.head_dim, layer.value_dim, np.float32(layer.eps), layer.n_inputs
     n_head, n_kv, normed = layer.n_head, layer.n_head_kv, layer.normed
     norm_rows(layer.x, layer.attn_norm, eps, normed, n_rows)
-    expect(layer.regions[layer.n_inputs :].ctypes.data)
-    multiply(
-        layer.matrices[: layer.n_inputs], normed.ctypes.data, 4 * n_embd, n_rows,
-        layer.quantized.ctypes.data, layer.projected.ctypes.data, layer.projected.strides[0],
-        n_threads,
-    )  # fmt: skip
+    expect(layer.regions[inputs:].ctypes.data)
+    matrices = layer.matrices[:inputs]
+    multiply(matrices, normed, n_rows, layer.quantized, layer.projected, n_threads)
     if n_head == 0:
         return
     weights = HeadWeights(
@@ -94,7 +91,7 @@ def finish_attention(at, attended, n_rows, n_threads):
     those of the next. A recurrent layer has (n_rows, d_v).
     """
     layer = view(LayerState, at)
-    n_embd, n_head, d_v = layer.n_embd, max(1, layer.n_head), layer.value_dim
+    n_head, d_v = max(1, layer.n_head), layer.value_dim
     x, normed, packed = layer.x, layer.normed, layer.packed
     for h in range(n_rows * n_head):
         for c in range(d_v):
@@ -104,10 +101,8 @@ def finish_attention(at, attended, n_rows, n_threads):
         gate_row(layer.projected[b], heads, d_v, heads)
     o = layer.n_inputs
     expect(layer.regions[o + 1 :].ctypes.data)
-    multiply(
-        layer.matrices[o : o + 1], packed.ctypes.data, 4 * n_head * d_v, n_rows,
-        layer.quantized.ctypes.data, normed.ctypes.data, 4 * n_embd, n_threads,
-    )  # fmt: skip
+    rows = packed[: n_rows * n_head].reshape(n_rows, n_head * d_v)
+    multiply(layer.matrices[o : o + 1], rows, n_rows, layer.quantized, normed, n_threads)
     eps, scale = np.float32(layer.eps), np.float32(layer.residual_scale)
     add_rows(x, normed, layer.o_bias, layer.attn_post_norm, eps, scale, n_rows)
     norm_rows(x, layer.ffn_norm, eps, normed, n_rows)
@@ -118,26 +113,18 @@ def finish_layer(at, attended, n_rows, n_threads):
     """Runs ``finish_attention``, then x += s W_down (act(W_gate normed) * W_up normed), if any."""
     finish_attention(at, attended, n_rows, n_threads)
     layer = view(LayerState, at)
-    n_embd, n_ff, first, n = layer.n_embd, layer.n_ff, layer.n_inputs + 1, layer.matrices.shape[0]
+    n_ff, first, n = layer.n_ff, layer.n_inputs + 1, layer.matrices.shape[0]
     if first == n:
         return
-    hidden, hidden_row = layer.hidden.ctypes.data, layer.hidden.strides[0]
-    normed, quantized = layer.normed.ctypes.data, layer.quantized.ctypes.data
+    normed, hidden, quantized = layer.normed, layer.hidden, layer.quantized
     expect(layer.regions[n - 1 :].ctypes.data)
-    multiply(
-        layer.matrices[first : n - 1], normed, 4 * n_embd, n_rows, quantized, hidden, hidden_row,
-        n_threads,
-    )  # fmt: skip
+    multiply(layer.matrices[first : n - 1], normed, n_rows, quantized, hidden, n_threads)
     for b in range(n_rows):
-        gate = hidden + b * hidden_row
-        gate_lanes(layer.x, layer.activation, gate, gate + 4 * n_ff, gate, n_ff)
+        gate_lanes(hidden, layer.activation, hidden[b], hidden[b, n_ff:], hidden[b], n_ff)
     expect(layer.regions[n:].ctypes.data)
-    multiply(
-        layer.matrices[n - 1 : n], hidden, hidden_row, n_rows, quantized, normed,
-        4 * n_embd, n_threads,
-    )  # fmt: skip
+    multiply(layer.matrices[n - 1 : n], hidden, n_rows, quantized, normed, n_threads)
     eps, scale = np.float32(layer.eps), np.float32(layer.residual_scale)
-    add_rows(layer.x, layer.normed, layer.o_bias[:0], layer.ffn_post_norm, eps, scale, n_rows)
+    add_rows(layer.x, normed, layer.o_bias[:0], layer.ffn_post_norm, eps, scale, n_rows)
 
 
 @njit(cache=True, nogil=True)
@@ -158,10 +145,6 @@ def output_logits(x, norm, eps, table, following, normed, quantized, logits, n_t
     following: address of the ``regions`` that the next step reads first. Scratch: normed f32
     (>= B, n_embd), quantized uint8 (>= B, quantized_stride(n_embd)).
     """
-    n_rows, n_embd = logits.shape[0], x.shape[1]
-    norm_rows(x, norm, eps, normed, n_rows)
+    norm_rows(x, norm, eps, normed, len(logits))
     expect(following)
-    multiply(
-        table, normed.ctypes.data, 4 * n_embd, n_rows, quantized.ctypes.data, logits.ctypes.data,
-        4 * logits.shape[1], n_threads,
-    )  # fmt: skip
+    multiply(table, normed, len(logits), quantized, logits, n_threads)

@@ -44,8 +44,7 @@ def gate_inputs(projected, norm, eps, embedded, gate, activation, out, n_threads
                 values[c] = widen(projected[t, c])
                 gates[c] = widen(gate[t, c])
             _make(values, norm, eps, embedded[t], made)
-            at = gates.ctypes.data
-            gate_lanes(work, activation, at, made.ctypes.data, at, n)
+            gate_lanes(work, activation, gates, made, gates, n)
             for c in range(n):
                 out[t, c] = rounded(out, gates[c])
 
@@ -64,10 +63,7 @@ def make_inputs(table, x, projected, norm, eps, quantized, inputs, n_rows, n_thr
     the same shape; quantized uint8.
     """
     n, n_all = norm.shape[0], table[0, ROWS]
-    multiply(
-        table, x.ctypes.data, x.strides[0], n_rows, quantized.ctypes.data, projected.ctypes.data,
-        projected.strides[0], n_threads,
-    )  # fmt: skip
+    multiply(table, x, n_rows, quantized, projected, n_threads)
     for b in range(n_rows):
         for at in range(0, n_all, n):
             own = inputs[b, at : at + n]
@@ -81,23 +77,16 @@ def add_input(at, input_at, n_rows, n_threads):
     at, input_at: of records of LayerState and of InputState.
     """
     layer, own = view(LayerState, at), view(InputState, input_at)
-    n_embd, n, x = layer.n_embd, own.n, layer.x
+    n, x, quantized = own.n, layer.x, layer.quantized
     if n:
-        quantized, hidden_row = layer.quantized.ctypes.data, own.hidden.strides[0]
-        multiply(
-            own.matrices[:1], x.ctypes.data, 4 * n_embd, n_rows, quantized, own.hidden.ctypes.data,
-            hidden_row, n_threads,
-        )  # fmt: skip
+        multiply(own.matrices[:1], x, n_rows, quantized, own.hidden, n_threads)
         for b in range(n_rows):
-            gate, given = own.hidden[b].ctypes.data, own.inputs[b, own.first :].ctypes.data
-            gate_lanes(x, layer.activation, gate, given, gate, n)
-        multiply(
-            own.matrices[1:], own.hidden.ctypes.data, hidden_row, n_rows, quantized,
-            layer.normed.ctypes.data, 4 * n_embd, n_threads,
-        )  # fmt: skip
+            gate = own.hidden[b]
+            gate_lanes(x, layer.activation, gate, own.inputs[b, own.first :], gate, n)
+        multiply(own.matrices[1:], own.hidden, n_rows, quantized, layer.normed, n_threads)
         eps, one = np.float32(layer.eps), np.float32(1)
         add_rows(x, layer.normed, own.norm[:0], own.norm, eps, one, n_rows)
     scale = np.float32(own.scale)
     for b in range(n_rows):
-        for c in range(n_embd):
+        for c in range(layer.n_embd):
             x[b, c] *= scale

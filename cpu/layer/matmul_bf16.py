@@ -91,7 +91,7 @@ def _fill_panel(table, p, low, n_columns, rows, panel):
     scratch uint16 (COLUMNS, > n_columns), with zeros after the matrices' own columns. panel: uint32
     (pairs, COLUMNS).
     """
-    at, row_bytes = rows.ctypes.data, rows.strides[0]
+    row_bytes = rows.strides[0]
     start = -p * COLUMNS  # row of the panel where a matrix starts
     for m in range(table.shape[0]):
         first, last = max(0, -start), min(table[m, MATRIX_ROWS], COLUMNS - start)
@@ -99,11 +99,11 @@ def _fill_panel(table, p, low, n_columns, rows, panel):
             block = low // table[m, BLOCK_SIZE] * table[m, BLOCK_BYTES]
             call_dequantize(
                 table[m, KERNEL], table[m, WEIGHTS] + block, table[m, ROW_BYTES], n_columns,
-                at + start * row_bytes, row_bytes, first, last,
+                rows.ctypes.data + start * row_bytes, row_bytes, first, last,
             )  # fmt: skip
         start += table[m, MATRIX_ROWS]
     n_units = (n_columns + 2 * PAIRS - 1) // (2 * PAIRS)
-    _transpose_pairs(at, row_bytes, PAIRS * n_units, panel.ctypes.data)
+    _transpose_pairs(rows, row_bytes, PAIRS * n_units, panel)
 
 
 @njit(cache=True, nogil=True)
@@ -112,12 +112,11 @@ def _multiply_panel(panel, x, low, begin, end, sums):
 
     If ``low`` is 0, it overwrites the sums.
     """
-    n_units, panel_row = panel.shape[0] // PAIRS, 4 * COLUMNS
-    unit_bytes, row_bytes, at = x.strides[1], x.strides[2], panel.ctypes.data
+    n_units, row, unit_bytes = panel.shape[0] // PAIRS, 4 * COLUMNS, x.strides[1]
     for tile in range(begin, end):
-        rows, to = x[tile, low].ctypes.data, sums[tile - begin].ctypes.data
-        bf16.multiply(  # with all arguments apart: a literal among starred ones is none to numba
-            VECTORS, rows, row_bytes, unit_bytes, at, panel_row, n_units, to, panel_row, low > 0
+        rows, to = x[tile, low], sums[tile - begin]
+        bf16.multiply(
+            VECTORS, rows, x.strides[2], unit_bytes, panel, row, n_units, to, row, low > 0
         )
 
 
@@ -130,7 +129,7 @@ def _store_panel(sums, begin, p, out):
         first = begin + tile * ROWS
         count = min(ROWS, len(out) - first)
         if n_columns == COLUMNS:
-            _store_rows(sums[tile].ctypes.data, count, out[first, column:].ctypes.data, row_bytes)
+            _store_rows(sums[tile], count, out[first, column:], row_bytes)
         else:
             for i in range(count):
                 for c in range(n_columns):
@@ -159,7 +158,7 @@ def _multiply_panels(table, x, n_columns, step, rows, panel, sums, first, last, 
 @njit(cache=True, nogil=True)
 def _multiply_tasks(
     counter, table, offsets, starts, tiles, n_columns, step, rows, panel, sums, out
-):  # fmt: skip
+):
     """Runs tasks until none is left: an expert and as many panels as ``sums`` holds."""
     n_experts, most = len(offsets) - 1, sums.shape[0]
     own, n_panels = table.copy(), (out.shape[1] + COLUMNS - 1) // COLUMNS
@@ -190,9 +189,7 @@ def _lay_row(x, tiles, i):
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def _multiply(
-    table, offsets, starts, taken, x, tiles, step, rows, panels, sums, out, n_threads
-):  # fmt: skip
+def _multiply(table, offsets, starts, taken, x, tiles, step, rows, panels, sums, out, n_threads):
     n_pairs = len(taken)
     for part in prange(n_threads):
         begin, end = part * n_pairs // n_threads, (part + 1) * n_pairs // n_threads

@@ -67,8 +67,7 @@ def gate_rows(gate_up, activation, out, n_threads):
     for part in prange(n_threads):
         for row in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
             gate, up = gate_up[row], gate_up[row, first:]
-            at = gate.ctypes.data, up.ctypes.data, out[row].ctypes.data
-            gate_lanes(out, activation, at[0], at[1], at[2], whole)
+            gate_lanes(out, activation, gate, up, out[row], whole)
             for c in range(whole, n):
                 out[row, c] = rounded(out, gate_one(activation, widen(gate[c]), widen(up[c])))
 

@@ -10,12 +10,10 @@ from numba import prange
 
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import keep
-from sparsekv_cli.cpu.jit.pointers import address
 from sparsekv_cli.cpu.jit.pool import N_REGIONS
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.vector.put import put
-from sparsekv_cli.cpu.weights.dot import call_rows, kernel_address
-from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
+from sparsekv_cli.cpu.weights.dot import call_rows
 from sparsekv_cli.cpu.weights.integer import quantize_rows, quantized_stride
 from sparsekv_cli.cpu.weights.interleaved import GROUP
 
@@ -28,23 +26,6 @@ COLUMNS, PLANES = range(4, 6)
 # Columns of a table of jobs, after those of its matrix.
 SOURCE, SOURCE_ROW, N_INPUTS, OUT, OUT_ROW, N_COLUMNS = range(6, 12)
 DECODING = 3  # cost of decoding a weight, in products with one input
-
-
-def matrix_table(linears, n_planes, n_matrices=1) -> np.ndarray:
-    """Returns the kernels' matrix table int64 (matrices, 6); the caller keeps the weights alive.
-
-    linears: objects with code, data uint8 (rows, row bytes), n_columns and repacked. Block formats
-    get integer kernels, which take activations of ``n_planes`` bytes. With two bytes they are 1.3
-    (Q5_1) to 1.7 (Q4_K) times as fast as f32 kernels on an AVX-512 thread. n_matrices: the equal
-    matrices that each of ``linears`` consists of.
-    """
-    rows = []
-    for w in linears:
-        planes = n_planes if FORMAT_OF_CODE[w.code].decode is not None else 0
-        kernel = kernel_address(w.code, planes, w.repacked)
-        n_rows, row_bytes = len(w.data) // n_matrices, w.data.strides[0]
-        rows.append((kernel, address(w.data), row_bytes, n_rows, w.n_columns, planes))
-    return np.array(rows, np.int64)
 
 
 def matrix_regions(tables) -> np.ndarray:
@@ -113,19 +94,19 @@ def run_jobs(jobs, n_threads):
 
 
 @njit(cache=True, nogil=True)
-def multiply(table, x, x_row, n_rows, quantized, out, out_row, n_threads):
+def multiply(table, x, n_rows, quantized, out, n_threads):
     """out[b] = the products of all matrices of a table with x[b], b < n_rows, concatenated.
 
-    The matrices have the same number of columns. x, out: addresses of f32 rows, x_row and out_row
-    bytes apart. quantized: address of scratch, a ``quantized_stride`` a row.
+    The matrices have the same number of columns. x, out f32 (>= n_rows, any). quantized uint8:
+    scratch, a ``quantized_stride`` a row.
     """
-    n = table[0, COLUMNS]
-    n_planes, stride = most_planes(table), quantized_stride(n)
+    n, n_planes = table[0, COLUMNS], most_planes(table)
+    stride, at, to = quantized_stride(n), x.ctypes.data, quantized.ctypes.data
     if n_planes:
-        quantize_rows(x, x_row, n_rows, n, n_planes, quantized, stride)
+        quantize_rows(at, x.strides[0], n_rows, n, n_planes, to, stride)
     jobs = np.empty((len(table), N_COLUMNS), np.int64)
-    inputs = np.int64(x), x_row, np.int64(quantized), stride
-    set_jobs(jobs, table, 0, inputs, n_rows, np.int64(out), out_row)
+    inputs = np.int64(at), x.strides[0], np.int64(to), stride
+    set_jobs(jobs, table, 0, inputs, n_rows, np.int64(out.ctypes.data), out.strides[0])
     run_jobs(jobs, n_threads)
 
 

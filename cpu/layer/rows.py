@@ -192,7 +192,6 @@ def gate_row(raw, x, d, out):
     whole = d // LANES * LANES
     for h in range(len(out) // d):
         gate, of_head, to = raw[(2 * h + 1) * d :], x[h * d :], out[h * d : (h + 1) * d]
-        places = gate.ctypes.data, of_head.ctypes.data, to.ctypes.data
-        gate_lanes(out, SIGMOID, *places, whole)
+        gate_lanes(out, SIGMOID, gate, of_head, to, whole)
         for c in range(whole, d):
             to[c] = rounded(out, gate_one(SIGMOID, widen(gate[c]), widen(of_head[c])))

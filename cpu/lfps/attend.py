@@ -21,7 +21,7 @@ from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exp_in_place, max_of, soften
 from sparsekv_cli.cpu.attention.tile import AHEAD_GATHER, MAX_TILE, tile_scores, tile_values
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import keep, prefetch_lines, tasks_of
+from sparsekv_cli.cpu.jit.llvm import prefetch_lines, tasks_of
 from sparsekv_cli.cpu.jit.pool import atomic_add, wait_for
 from sparsekv_cli.cpu.jit.value import LANES
 from sparsekv_cli.cpu.lfps.history import RESCALE_BELOW, SINKS, add_entries, rescale_tables
@@ -50,9 +50,9 @@ def _score_part(head_group, part, n_parts, step, memory):
     n_active = work.active[h0 : h0 + heads].sum()
     for t in range(0, n_active, MAX_TILE):
         tile_scores(
-            min(MAX_TILE, n_active - t), mode, work.queries[h0 + t].ctypes.data, k_at, k_row,
-            work.rows[head_group, first:].ctypes.data, last - first, d,
-            work.scores[head_group, t, first:].ctypes.data, work.scores.shape[2],
+            min(MAX_TILE, n_active - t), mode, work.queries[h0 + t], k_at, k_row,
+            work.rows[head_group, first:], last - first, d,
+            work.scores[head_group, t, first:], work.scores.shape[2],
         )  # fmt: skip
 
 
@@ -112,8 +112,8 @@ def _attend_rows(h, rows, scores, part, step, memory):
     for j in range(m, m + LANES):
         weights[j] = NEGATIVE_INFINITY
     if step.rules.softcap:
-        soften(weights.ctypes.data, m, np.float32(step.rules.softcap))
-    peak = max(max_of(weights.ctypes.data, m), step.sinks[h])
+        soften(weights, m, np.float32(step.rules.softcap))
+    peak = max(max_of(weights, m), step.sinks[h])
     sink_weights = np.empty(SINKS, np.float32)
     for j in range(SINKS):
         peak = max(peak, sinks[j])
@@ -121,7 +121,7 @@ def _attend_rows(h, rows, scores, part, step, memory):
     for j in range(SINKS):
         sink_weights[j] = np.exp(sinks[j] - peak)
         sink_mass += sink_weights[j]
-    mass = exp_in_place(weights.ctypes.data, m, peak)
+    mass = exp_in_place(weights, m, peak)
     total = sink_mass + mass + np.exp(step.sinks[h] - peak)
     d_v = out.shape[0]
     out[:] = 0
@@ -129,10 +129,7 @@ def _attend_rows(h, rows, scores, part, step, memory):
         lse[0] = peak + np.log(mass)
         total = mass if mass > 0 else np.float32(1)  # if mass is 0, the output is not read
     else:
-        tile_values(
-            1, v_kind, sink_weights.ctypes.data, 0, v, v_row, 0, SINKS, d_v, out.ctypes.data
-        )
-    keep(sink_weights)
+        tile_values(1, v_kind, sink_weights, 0, v, v_row, 0, SINKS, d_v, out)
     total_weight = np.float64(mass)
     if mass == 0:  # the sinks' scores are so high that C2's weights are 0: no information
         weights[:m] = 1
@@ -145,10 +142,7 @@ def _attend_rows(h, rows, scores, part, step, memory):
     else:  # the update prefetches the values
         _add_to_tables(h, picked, weights, total_weight, part, v, v_row, step, memory)
     if mass > 0:
-        tile_values(
-            1, v_kind | GATHER, weights.ctypes.data, 0, v, v_row, picked.ctypes.data, m, d_v,
-            out.ctypes.data,
-        )  # fmt: skip
+        tile_values(1, v_kind | GATHER, weights, 0, v, v_row, picked, m, d_v, out)
     for c in range(d_v):
         out[c] /= total
     return picked

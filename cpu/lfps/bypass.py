@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsekv_cli.cpu.attention.tile import tile_values
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import keep, sum_squares
+from sparsekv_cli.cpu.jit.llvm import sum_squares
 from sparsekv_cli.cpu.lfps.history import SINKS
 from sparsekv_cli.cpu.vector.declared import f32
 
@@ -116,16 +116,14 @@ def bypass(
     total = sinks + wide + local + weights[n_near - 1]
     for c in range(out.shape[0]):
         out[c] = wide * mean_v[c]
-    d_v, to = out.shape[0], out.ctypes.data
+    d_v = out.shape[0]
     if lse.shape[0]:
         total = max(wide + local + weights[n_near - 1], 1e-300)  # never 0: it is a divisor
         lse[0] = peak + np.log(total)
     else:
-        tile_values(1, v_kind, weights.ctypes.data, 0, v, v_row, 0, SINKS, d_v, to)
+        tile_values(1, v_kind, weights, 0, v, v_row, 0, SINKS, d_v, out)
     v_local = v + first_local * v_row
-    at = weights[SINKS:].ctypes.data
-    tile_values(1, v_kind, at, 0, v_local, v_row, 0, n_near - SINKS, d_v, to)
-    keep(weights)
+    tile_values(1, v_kind, weights[SINKS:], 0, v_local, v_row, 0, n_near - SINKS, d_v, out)
     for c in range(out.shape[0]):
         out[c] /= total
     return True

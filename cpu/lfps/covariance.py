@@ -15,7 +15,6 @@ from numba import prange
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, K, V
 from sparsekv_cli.cpu.attention.tile import tile_values
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import keep
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.jit.value import LANES
 from sparsekv_cli.cpu.lfps.history import SINKS
@@ -111,19 +110,16 @@ def _add(at, row_bytes, kind, first, count, centre, total, products):
     weight = np.float32(np.sqrt(every))
     d = centre.shape[0]
     one, part = np.ones(BLOCK, np.float32), np.zeros(d, np.float32)
-    tile_values(
-        1, kind, one.ctypes.data, 0, at, row_bytes, 0, count, d, part.ctypes.data
-    )  # fmt: skip
+    tile_values(1, kind, one, 0, at, row_bytes, 0, count, d, part)
     total += part
     if products.shape[0] == 0:
-        keep(one)
         return
     rows = np.empty((STEP, d), np.float32)
     for start in range(0, count, STEP * every):
         rows[:] = 0
         for i in range(min(STEP, (count - start + every - 1) // every)):
             row = at + (start + i * every) * row_bytes
-            tile_values(1, kind, one.ctypes.data, 0, row, row_bytes, 0, 1, d, rows[i].ctypes.data)
+            tile_values(1, kind, one, 0, row, row_bytes, 0, 1, d, rows[i])
             rows[i] = weight * (rows[i] - centre)
         for tile in range(0, d, LANES):  # what lies left of the diagonal's tile is not needed
             a, b, c, e = rows[0, tile:], rows[1, tile:], rows[2, tile:], rows[3, tile:]
@@ -131,7 +127,6 @@ def _add(at, row_bytes, kind, first, count, centre, total, products):
                 out = products[tile + i, tile:]
                 for j in range(d - tile):
                     out[j] += a[i] * a[j] + b[i] * b[j] + c[i] * c[j] + e[i] * e[j]
-    keep(one)
 
 
 class RowSums:

@@ -22,8 +22,8 @@ from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import prefetch_lines, reversed_bits, set_bits, trailing_zeros
-from sparsekv_cli.cpu.jit.pointers import on_lines
-from sparsekv_cli.cpu.jit.value import F32, I16, I64, LANES, VF, const, load, vec
+from sparsekv_cli.cpu.jit.pointers import grown
+from sparsekv_cli.cpu.jit.value import F32, VF, const, load, vec
 from sparsekv_cli.cpu.vector.declared import f32, f64
 
 SINKS = 4
@@ -49,16 +49,8 @@ class Tables(NamedTuple):
         if n_blocks == self.ver_bounds.shape[1]:
             return self
         sizes = [n_blocks * BLOCK] * 2 + [n_blocks] * 2
-        ver, dist, *bounds = (_grown(old, n) for old, n in zip(self[:4], sizes, strict=True))
+        ver, dist, *bounds = (grown(old, 1, n) for old, n in zip(self[:4], sizes, strict=True))
         return Tables(ver, dist, bounds[0], bounds[1], self.sums, self.gain)
-
-
-def _grown(old: np.ndarray, n_columns: int) -> np.ndarray:
-    """Returns ``old`` with n_columns columns, cut or filled with zeros."""
-    new = on_lines((len(old), n_columns), np.float32, zeros=True)
-    kept = min(old.shape[1], n_columns)
-    new[:, :kept] = old[:, :kept]
-    return new
 
 
 @njit(cache=True, nogil=True)
@@ -81,11 +73,7 @@ def threshold(sums, n, a, horizon):
 def _mask_above(entries, tau):
     """Returns a u64 with bit j set where entries[j] > tau, j < 64. entries: address of f32."""
     limit = tau.splat()
-    word = I64(0)
-    for part in range(BLOCK // LANES):
-        values = load(VF, entries, 4 * LANES * part)
-        word = word | ((values > limit).bitcast(I16).unsigned_to(I64) << (LANES * part))
-    return word
+    return llvm.bits_where(VF, entries, lambda x: x > limit)
 
 
 @njit(cache=True, nogil=True)
@@ -298,15 +286,14 @@ def _power_changes(old, new, count):
 
     zero = const(ir.DoubleType(), 0.0, POWERS)
     sums = llvm.loop(0, count, POWERS, [zero] * 4, body)
-    sums = [llvm.sum_lanes(lanes) for lanes in sums]
-    return sums
+    return [llvm.sum_lanes(lanes) for lanes in sums]
 
 
 @njit(cache=True, nogil=True)
 def _replace_powers(sums, old, new, n):
     """sums[p - 1] += sum over j < n of new[j]^p - old[j]^p, in f64."""
     whole = n - n % POWERS
-    s1, s2, s3, s4 = _power_changes(old.ctypes.data, new.ctypes.data, whole)
+    s1, s2, s3, s4 = _power_changes(old, new, whole)
     for j in range(whole, n):
         before, after = np.float64(old[j]), np.float64(new[j])
         before2, after2 = before * before, after * after

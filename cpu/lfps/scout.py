@@ -28,8 +28,7 @@ from sparsekv_cli.cpu.attention.tile import PAD, tile_scores, widen_row
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import keep
-from sparsekv_cli.cpu.jit.pointers import address, on_lines
+from sparsekv_cli.cpu.jit.pointers import address, grown, on_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY, blas_threads
 from sparsekv_cli.cpu.jit.value import (
     F32,
@@ -50,7 +49,6 @@ from sparsekv_cli.cpu.vector.put import put
 
 PART = 128  # rows; the scout finds the best one of each part
 FOUND = 128  # rows that it finds for a head in a step, at most
-_ROW_BITS = 7
 ZERO = 8  # the code of 0
 WORD = 8  # directions
 ROWS = 8 if llvm.has_feature("avx512f") else 4  # that are coded at a time, in registers
@@ -80,12 +78,8 @@ class Scout:
         self.encode = np.zeros((n_kv_head, r, d), np.float32)  # E'
         self.directions = on_lines((n_kv_head, r, d), np.float16)  # D'
         self.zero = np.zeros((n_kv_head, r), np.float32)  # E' times the mean key
-        self.codes = self._room(0)
+        self.codes = np.empty((n_kv_head, 0, PART // LANES, self.n_words, LANES, 4), np.uint8)
         self.n_parts = 0
-
-    def _room(self, n_parts: int) -> np.ndarray:
-        shape = (len(self.zero), n_parts, PART // LANES, self.n_words, LANES, 4)
-        return on_lines(shape, np.uint8)
 
     def aim(self, queries: np.ndarray, mean: np.ndarray, covariance: np.ndarray) -> None:
         """Chooses directions from queries f32 (H, s, d) and the keys' moments; drops all codes.
@@ -105,9 +99,7 @@ class Scout:
         """Codes the whole parts of n rows that have no codes yet; layout: see attention/rows.py."""
         n_parts = n // PART
         if n_parts > self.codes.shape[1]:
-            grown = self._room(n_parts + n_parts // 8 + 4)
-            grown[:, : self.n_parts] = self.codes[:, : self.n_parts]
-            self.codes = grown
+            self.codes = grown(self.codes, 1, n_parts + n_parts // 8 + 4)
         r, width = self.zero.shape[1], -(-self.n_words // 2) * LANES  # directions of whole vectors
         encode = on_lines((*self.encode.shape[::2], width), np.float32, zeros=True)
         start = on_lines((len(self.zero), width), np.float32, zeros=True)
@@ -197,15 +189,13 @@ def _code_part(kv_head, part, layout, encode, start, codes):
         for i in range(ROWS):
             widen_row(layout[K_KIND], at + (first + i) * k_row, rows[i])
         _code_rows(
-            rows.ctypes.data, d, encode[kv_head].ctypes.data, encode.strides[1],
-            start[kv_head].ctypes.data, of_part.shape[1],
-            of_part[first // LANES, 0, first % LANES].ctypes.data,
+            rows, d, encode[kv_head], encode.strides[1], start[kv_head], of_part.shape[1],
+            of_part[first // LANES, 0, first % LANES],
         )  # fmt: skip
     if part == 0:
         for w in range(of_part.shape[1]):
             for i in range(SINKS):
                 put(of_part[0, w, i], of_part[0, w, SINKS])
-    keep(rows)
 
 
 @emitter
@@ -309,7 +299,7 @@ def find_rows(queries, codes, kv_head, first, last, found):
     projected, rounded = np.empty(r + PAD, np.float32), np.empty((m, r), np.int8)
     at, most = codes.directions + kv_head * r * d * 2, np.float32(largest_of_query(r))
     for h in range(m):
-        tile_scores(1, F16, queries[h].ctypes.data, at, 2 * d, 0, r, d, projected.ctypes.data, 0)
+        tile_scores(1, F16, queries[h], at, 2 * d, 0, r, d, projected, 0)
         largest = np.float32(TINY)
         for j in range(r):
             largest = max(largest, abs(projected[j]))
@@ -319,14 +309,11 @@ def find_rows(queries, codes, kv_head, first, last, found):
     for part in range(0, n_parts, PASS):
         for h in range(0, m, MAX_HALF_QUERIES):
             _best_of_parts(
-                rounded[h:].ctypes.data, min(MAX_HALF_QUERIES, m - h), at + part * PART * r // 2,
-                min(PASS, n_parts - part), r // WORD, keys[h, part:].ctypes.data, keys.strides[0],
+                rounded[h:], min(MAX_HALF_QUERIES, m - h), at + part * PART * r // 2,
+                min(PASS, n_parts - part), r // WORD, keys[h, part:], keys.strides[0],
             )  # fmt: skip
     n_found = min(FOUND, n_parts)
     for h in range(m):
         select_largest(keys[h], n_parts, n_found, chosen)
         for j in range(n_found):
             found[h, j] = (first + chosen[j]) * PART + (keys[h, chosen[j]] & (PART - 1))
-    keep(keys)
-    keep(projected)
-    keep(rounded)

@@ -119,14 +119,11 @@ def search_head(h, step, memory):
     query = memory.work.queries[h]
     for c in range(d):
         query[c] = step.q[h, c] * np.float32(rules.scale)
-    at = near[h].ctypes.data
-    tile_scores(1, k_kind, query.ctypes.data, k_at, k_row, 0, SINKS, d, at, 0)
-    tile_scores(
-        1, k_kind, query.ctypes.data, k_at + first_local * k_row, k_row, 0, n - first_local, d,
-        at + 4 * SINKS, 0,
-    )  # fmt: skip
+    local, scores = k_at + first_local * k_row, near[h]
+    tile_scores(1, k_kind, query, k_at, k_row, 0, SINKS, d, scores, 0)
+    tile_scores(1, k_kind, query, local, k_row, 0, n - first_local, d, scores[SINKS:], 0)
     if rules.softcap:
-        soften(at, n_near, np.float32(rules.softcap))
+        soften(scores, n_near, np.float32(rules.softcap))
     active[h] = 1
     if may_bypass(near[h], n_near, step.sinks[h], rules.epsilon):
         statistics[h, TESTED] += 1

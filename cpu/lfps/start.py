@@ -8,7 +8,6 @@ from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, K
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exponentiate
 from sparsekv_cli.cpu.attention.tile import MAX_TILE, PAD, tile_scores
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import keep
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.lfps.history import SINKS, Tables, rescale_tables
 from sparsekv_cli.cpu.lfps.state import Rules
@@ -56,14 +55,12 @@ def _init_head(h, q, every, layout, n, rules, tables):
         if n_rows < 1:
             continue
         tile_scores(
-            tile, layout[K_KIND], scaled[first].ctypes.data, k_at, k_row, 0, n_rows, d,
-            scores.ctypes.data, scores.shape[1],
-        )  # fmt: skip
+            tile, layout[K_KIND], scaled[first], k_at, k_row, 0, n_rows, d, scores, scores.shape[1]
+        )
         for t in range(tile):
             count = n_rows - (tile - 1 - t) * every
             if count > 0:
                 _add_weights(scores[t], count, np.float32(rules.softcap), share, ver[SINKS:], dist)
-    keep(scaled)
     tables.gain[h] = 1.0
     rescale_tables(h, tables, 1.0, n)
 

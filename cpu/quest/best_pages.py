@@ -38,8 +38,7 @@ def _compare_tasks(counter, scores, tops, n_page, n_last, best):
         of_span = best[head, first : first + count]
         of_span[:] = -np.inf
         for r in range(n_rows):
-            at = scores[span, head, r].ctypes.data
-            _raise_to(at, count, tops[head, r], best[head, first:].ctypes.data)
+            _raise_to(scores[span, head, r], count, tops[head, r], of_span)
         of_span[max(0, n_page - n_last - first) :] = np.inf
         if first == 0:
             of_span[0] = np.inf

@@ -24,7 +24,7 @@ from sparsekv_cli.cpu.attention.tile import widen_row
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import keep, tasks_of
+from sparsekv_cli.cpu.jit.llvm import tasks_of
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.jit.value import (
     F32,
@@ -109,24 +109,21 @@ def _code_tile(layout, head, tile, rotated, centre, codes, scales):
     wide, summary = np.empty((PAGE, width), np.float32), np.empty(2 * width, np.float32)
     at = layout[K] + head * layout[K_HEAD] + tile * LANES * PAGE * layout[K_ROW]
     to = codes[head, tile].ctypes.data
-    zero, out = centre[head].ctypes.data, summary.ctypes.data
     for i in range(LANES):
         first = at + i * PAGE * layout[K_ROW]
         if layout[K_KIND] == F16_ROWS:
-            most = _summarise(F16_ROWS, first, layout[K_ROW], width, zero, out)
+            most = _summarise(F16_ROWS, first, layout[K_ROW], width, centre[head], summary)
         else:
             for j in range(PAGE):
                 widen_row(layout[K_KIND], first + j * layout[K_ROW], wide[j])
                 if rotated:
                     rotate_row(wide[j], rotated, rotated & -rotated)
-            most = _summarise(F32_ROWS, wide.ctypes.data, wide.strides[0], width, zero, out)
+            most = _summarise(F32_ROWS, wide, wide.strides[0], width, centre[head], summary)
         scale = max(most / np.float32(LARGEST), SMALLEST)
         scales[head, tile, i] = scale
         mean, deviation = to + 4 * i, to + 4 * i + width // 4 * LINE
-        _round(out, width, scale, ZERO, mean, LINE)
-        _round(out + 4 * width, width, scale, 0, deviation, LINE)
-    keep(wide)
-    keep(summary)
+        _round(summary, width, scale, ZERO, mean, LINE)
+        _round(summary[width:], width, scale, 0, deviation, LINE)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
@@ -224,11 +221,9 @@ def _score_tasks(counter, queries, starts, factors, codes, scales, n_page, out, 
             tile = at // LANES
             for r in range(0, n_rows, MAX_QUERIES):
                 _score_pair(
-                    min(MAX_QUERIES, n_rows - r), queries[head, r].ctypes.data, n_bytes // 4,
-                    starts[head, r:].ctypes.data, factors[head, r:].ctypes.data,
-                    codes[head, tile].ctypes.data, scales[head, tile].ctypes.data,
-                    out[span, head, r, at - span * SPAN :].ctypes.data, out.strides[2],
-                    tops[span, head, r].ctypes.data,
+                    min(MAX_QUERIES, n_rows - r), queries[head, r], n_bytes // 4, starts[head, r:],
+                    factors[head, r:], codes[head, tile], scales[head, tile],
+                    out[span, head, r, at - span * SPAN :], out.strides[2], tops[span, head, r],
                 )  # fmt: skip
 
 

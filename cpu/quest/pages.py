@@ -101,8 +101,8 @@ def page_summaries(
         for j in range(first_page, last_page):
             skipped = n_sinks if j == 0 else 0
             rows = k + kv_head * k_head + (j * page + skipped) * k_row
-            hi_at, lo_at = hi[kv_head, j].ctypes.data, lo[kv_head, j].ctypes.data
-            summarise_rows(meanstd, rows, k_row, page - skipped, d, hi_at, lo_at)
+            count = page - skipped
+            summarise_rows(meanstd, rows, k_row, count, d, hi[kv_head, j], lo[kv_head, j])
 
 
 def page_summaries_ref(keys, page, meanstd, n_sinks=0):
@@ -145,8 +145,8 @@ def _score_group(mode, listed, q, hi, lo, first, last, scale, out):
             rows, at = (0, listed + 4 * start) if mode == GATHER else (start * row_bytes, 0)
             for x, ends, to in ((positive, hi, of_hi), (negative, lo, of_lo)):
                 tile_scores(
-                    tile, mode, x.ctypes.data, ends.ctypes.data + rows, row_bytes, at, size,
-                    q.shape[1], to.ctypes.data, stride,
+                    tile, mode, x, ends.ctypes.data + rows, row_bytes, at, size,
+                    q.shape[1], to, stride,
                 )  # fmt: skip
             for t in range(tile):
                 for j in range(size):
@@ -219,17 +219,23 @@ def pool_softmax(scores, n, softcap, pooled):
 
 
 @njit(cache=True, nogil=True)
+def best_pooled(scores, n, n_best, softcap, chosen):
+    """chosen[:n_best] = the columns of scores (group, n + PAD) whose mean softmax is largest."""
+    pooled, keys = np.empty(n, np.float32), np.empty(n, np.int32)
+    pool_softmax(scores, n, softcap, pooled)
+    order_keys(pooled, keys, n)
+    select_largest(keys, n, n_best, chosen)
+
+
+@njit(cache=True, nogil=True)
 def _select_of_heads(counter, scores, n_page, n_best, page, n, n_sinks, softcap, idx, counts):
     """Runs kv heads until none is left; see ``select_pages``."""
     n_kv_head = idx.shape[0]
     group = scores.shape[0] // n_kv_head
-    pooled = np.empty(n_page, np.float32)
-    keys = np.empty(n_page, np.int32)
     chosen = np.empty(n_page, np.int32)
     for kv_head in tasks_of(counter, n_kv_head):
-        pool_softmax(scores[kv_head * group : (kv_head + 1) * group], n_page, softcap, pooled)
-        order_keys(pooled, keys, n_page)
-        select_largest(keys, n_page, n_best, chosen)
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        best_pooled(scores[heads], n_page, n_best, softcap, chosen)
         at = 0
         for j in range(min(n_sinks, n)):
             idx[kv_head, at] = j

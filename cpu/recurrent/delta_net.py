@@ -13,7 +13,6 @@ silu(z_t). Many rows are computed in groups (groups.py). Value head h uses key h
 import numpy as np
 from numba import prange
 
-from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import sum_squares
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
@@ -26,7 +25,7 @@ from sparsekv_cli.cpu.recurrent.groups import (
     N_FACTORS,
     ROW,
     STRETCH,
-    convolved_head,
+    convolve,
     dots_of_groups,
     run_groups,
     softplus,
@@ -111,7 +110,7 @@ def _gated_norm(x, z, norm, eps, gate, out):
     for c in range(d):
         x[c] *= factor * norm[c]
         gate[c] = widen(z[c])
-    gate_lanes(x, SILU, gate.ctypes.data, x.ctypes.data, x.ctypes.data, d)
+    gate_lanes(x, SILU, gate, x, x, d)
     for c in range(d):
         out[c] = rounded(out, x[c])
 
@@ -132,24 +131,24 @@ def delta_net(raw, gates, weight, dt, a, norm, eps, grouped, rows, states, out, 
     one, most = np.float32(1), min(STRETCH, n_rows)
     for part in prange(n_threads):
         q, k, v, o = np.zeros((4, most, ROW), np.float32)
-        recent = np.zeros((rows.shape[0] + most, ROW), np.float32)
+        recent, none = np.zeros((rows.shape[0] + 2, ROW), np.float32), norm[:0]
         factors, dots = np.zeros(N_FACTORS, np.float32), np.empty((2, most, GROUP**2), np.float32)
         log_decay, beta = np.empty((2, most), np.float32)
         for key_head in range(part * n_k // n_threads, (part + 1) * n_k // n_threads):
             for start in range(0, n_rows, STRETCH):
                 n = min(STRETCH, n_rows - start)
-                at = key_head * d_k
-                convolved_head(raw, start, at, d_k, weight, rows, recent, q[:n])
+                given, at = raw[start : start + n], key_head * d_k
+                convolve(given, weight, none, rows, at, at + d_k, recent, q[:n])
                 _unit(q, n, d_k, eps, one / np.sqrt(np.float32(d_k)))
                 at += n_k * d_k
-                convolved_head(raw, start, at, d_k, weight, rows, recent, k[:n])
+                convolve(given, weight, none, rows, at, at + d_k, recent, k[:n])
                 _unit(k, n, d_k, eps, one)
                 dots_of_groups(n, q, k, d_k, dots[0])
                 dots_of_groups(n, k, k, d_k, dots[1])
                 for j in range(n_v // n_k):
                     h = key_head * (n_v // n_k) + j if grouped else key_head + j * n_k
                     at = 2 * n_k * d_k + h * d_v
-                    convolved_head(raw, start, at, d_v, weight, rows, recent, v[:n])
+                    convolve(given, weight, none, rows, at, at + d_v, recent, v[:n])
                     for t in range(n):
                         log_decay[t] = a[h] * softplus(widen(gates[start + t, n_v + h]) + dt[h])
                         y = widen(gates[start + t, h])
@@ -159,4 +158,3 @@ def delta_net(raw, gates, weight, dt, a, norm, eps, grouped, rows, states, out, 
                         z = raw[start + t, n_qkv + h * d_v : n_qkv + (h + 1) * d_v]
                         to = out[start + t, h * d_v : (h + 1) * d_v]
                         _gated_norm(o[t], z, norm, eps, recent[0], to)
-        llvm.keep(q)

@@ -14,7 +14,6 @@ In Mamba-2 d_c = beta_c v_c. The delta rule also corrects what the state has for
 """
 
 import numpy as np
-from numba import types
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
@@ -84,18 +83,6 @@ def _run_group(n, corrects, state, n_blocks, n_keys, q, k, v, out, factors):
             store(row, place)
 
 
-@emitter(returns=types.float32)
-def _dot(x, y, count):
-    """Returns x . y of f32 at addresses; count: a multiple of 16."""
-
-    def body(j, sums):
-        at = j * 4
-        lanes = load(VF, x + at), load(VF, y + at)
-        return [lanes[0].fma(lanes[1], sums[0])]
-
-    return llvm.sum_lanes(llvm.loop(0, count, LANES, [const(F32, 0.0)], body)[0])
-
-
 @njit(cache=True, nogil=True)
 def softplus(x):
     """Returns log(1 + exp(x)); x itself above 20."""
@@ -111,10 +98,9 @@ def dots_of_groups(n, x, y, d, dots):
     width, t = (d + LANES - 1) // LANES * LANES, 0
     while t < n:
         size = GROUP if n - t >= GROUP else 1
-        at, other = x[t].ctypes.data, y[t].ctypes.data
         for c in range(size):
             for s in range(c + 1):
-                dots[t, size * c + s] = _dot(at + 4 * ROW * c, other + 4 * ROW * s, width)
+                dots[t, size * c + s] = llvm.dot_product(x[t + c], y[t + s], width)
         t += size
 
 
@@ -147,44 +133,43 @@ def run_groups(n, log_decay, beta, q, k, v, out, dots, state, factors, corrects)
     and k . k, from ``dots_of_groups``. Without ``corrects`` k . k is not used. state f32 (n_blocks,
     d_k, 16). Scratch: factors f32 (N_FACTORS,).
     """
-    n_blocks, d_k, at, t = state.shape[0], state.shape[1], state.ctypes.data, 0
+    (n_blocks, d_k, _), t = state.shape, 0
     while t < n:
         size = GROUP if n - t >= GROUP else 1
         _group_factors(size, log_decay[t:], beta[t:], dots[0, t], dots[1, t], factors)
-        places = q[t].ctypes.data, k[t].ctypes.data, v[t].ctypes.data, out[t].ctypes.data
-        _run_group(size, corrects, at, n_blocks, d_k, *places, factors.ctypes.data)
+        _run_group(size, corrects, state, n_blocks, d_k, q[t], k[t], v[t], out[t], factors)
         t += size
-    llvm.keep(factors)
 
 
 @njit(cache=True, nogil=True)
-def convolved_head(raw, start, first, d, weight, rows, recent, out):
-    """Writes silu(conv(raw)) of one head's d channels, from ``first`` on, to out (n, ROW).
+def convolve(mixed, weight, bias, rows, first, last, recent, out):
+    """out = silu(conv(mixed[:, first:last]) + bias) for n rows; bias: of all channels, or empty.
 
-    It takes n rows of raw (T, channels) from row ``start`` on. rows f32 (L - 1, channels): the rows
-    before row ``start``; set to the last rows. Scratch: recent f32 (>= L - 1 + n, ROW).
+    It also sets channels of out up to a multiple of 16. mixed (n, channels): f32 or bf16. rows f32
+    (L - 1, channels): the rows before; set to the last rows. out f32 (n, >= last - first rounded up
+    to 16). Scratch: recent f32 (L + 1, as wide as out), a ring in which row t is at t % L, and a
+    row for ones.
     """
-    n_rows = out.shape[0]
-    before, last = rows.shape[0], first + d
+    n_rows, before, width = out.shape[0], rows.shape[0], last - first
+    length, ones = before + 1, recent[before + 1]
+    ones[:] = 1
     for j in range(before):
-        for c in range(d):
+        for c in range(width):
             recent[j, c] = rows[j, first + c]
     for t in range(n_rows):
-        source, target = raw[start + t, first:last], recent[before + t]
-        for c in range(d):
-            target[c] = widen(source[c])
-    for t in range(n_rows):
-        total, row, factor = out[t], recent[t + before], weight[before, first:last]
-        for c in range(d):
-            total[c] = factor[c] * row[c]
+        new, source, total = recent[(t + before) % length], mixed[t, first:last], out[t]
+        factor, start = weight[before, first:last], bias[first:last]
+        for c in range(width):
+            new[c] = widen(source[c])
+            total[c] = factor[c] * new[c]
+        for c in range(len(start)):
+            total[c] += start[c]
         for j in range(before):
-            row, factor = recent[t + j], weight[j, first:last]
-            for c in range(d):
+            row, factor = recent[(t + j) % length], weight[j, first:last]
+            for c in range(width):
                 total[c] += factor[c] * row[c]
+        gate_lanes(out, SILU, total, ones, total, width)
     for j in range(before):
-        for c in range(d):
-            rows[j, first + c] = recent[n_rows + j, c]
-    recent[0] = np.float32(1)
-    for t in range(n_rows):
-        at = out[t].ctypes.data
-        gate_lanes(out, SILU, at, recent[0].ctypes.data, at, d)
+        row = recent[(n_rows + j) % length]
+        for c in range(width):
+            rows[j, first + c] = row[c]

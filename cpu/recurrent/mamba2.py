@@ -12,7 +12,6 @@ elements gets an RMS norm. Many rows are computed in groups (groups.py).
 import numpy as np
 from numba import prange
 
-from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.jit.value import LANES
@@ -24,6 +23,7 @@ from sparsekv_cli.cpu.recurrent.groups import (
     N_FACTORS,
     ROW,
     STRETCH,
+    convolve,
     dots_of_groups,
     run_groups,
     softplus,
@@ -70,38 +70,6 @@ def mamba2_ref(
 
 
 @njit(cache=True, nogil=True)
-def _convolve(mixed, weight, bias, rows, first, last, recent, out):
-    """out[:, first:last] = silu(conv(mixed) + bias) for n rows. It also sets channels up to 16 k.
-
-    mixed (n, channels): f32 or bf16. rows f32 (L - 1, channels): the rows before; set to the last
-    rows. out f32 (n, >= last rounded up to 16). Scratch: recent f32 (L + 1, >= last - first rounded
-    up to 16), a ring in which row t is at t % L, and a row for ones.
-    """
-    n_rows, before, width = out.shape[0], rows.shape[0], last - first
-    length, ones = before + 1, recent[before + 1]
-    ones[:] = 1
-    for j in range(before):
-        for c in range(width):
-            recent[j, c] = rows[j, first + c]
-    for t in range(n_rows):
-        new, source, total = recent[(t + before) % length], mixed[t, first:last], out[t, first:]
-        factor, start = weight[before, first:last], bias[first:last]
-        for c in range(width):
-            new[c] = widen(source[c])
-            total[c] = start[c] + factor[c] * new[c]
-        for j in range(before):
-            row, factor = recent[(t + j) % length], weight[j, first:last]
-            for c in range(width):
-                total[c] += factor[c] * row[c]
-        at = total.ctypes.data
-        gate_lanes(out, SILU, at, ones.ctypes.data, at, width)
-    for j in range(before):
-        row = recent[(n_rows + j) % length]
-        for c in range(width):
-            rows[j, first + c] = row[c]
-
-
-@njit(cache=True, nogil=True)
 def _finish_row(sums, x, z, skip, norm, eps, n_group, gate, out):
     """out (n,) = norm(silu(z) (sums + D x)); each of n_group parts has its RMS norm, if any.
 
@@ -115,8 +83,7 @@ def _finish_row(sums, x, z, skip, norm, eps, n_group, gate, out):
             of_head[c] += factor * values[c]
     for c in range(n):
         gate[c] = widen(z[c])
-    at = sums.ctypes.data
-    gate_lanes(sums, SILU, gate.ctypes.data, at, at, n)
+    gate_lanes(sums, SILU, gate, sums, sums, n)
     size = n // n_group
     for g in range(n_group if norm.shape[0] else 0):
         part, weight = sums[g * size : (g + 1) * size], norm[g * size : (g + 1) * size]
@@ -163,10 +130,8 @@ def mamba2(raw, weight, bias, heads, norm, eps, rows, states, out, n_threads):
         for part in prange(n_threads):
             first = part * n_blocks // n_threads * LANES
             last = min((part + 1) * n_blocks // n_threads * LANES, n_mixed)
-            _convolve(
-                given[:, n_out : n_out + n_mixed], weight, bias, rows, first, last,
-                recent[part], mixed[:n],
-            )  # fmt: skip
+            own = given[:, n_out : n_out + n_mixed]
+            convolve(own, weight, bias, rows, first, last, recent[part], mixed[:n, first:])
         for part in prange(n_threads):
             for g in range(part * n_group // n_threads, (part + 1) * n_group // n_threads):
                 for j in (g, n_group + g):
@@ -192,8 +157,3 @@ def mamba2(raw, weight, bias, heads, norm, eps, rows, states, out, n_threads):
                     sums[t], mixed[t], given[t, :n_out], heads[2], norm, eps, n_group,
                     recent[part, 0], out[start + t],
                 )  # fmt: skip
-    llvm.keep(shared)
-    llvm.keep(values)
-    llvm.keep(mixed)
-    llvm.keep(sums)
-    llvm.keep(recent)

@@ -30,7 +30,6 @@ from sparsekv_cli.cpu.sals.vectors import (
     cos_sin,
     join_bytes,
     multiply,
-    multiply_pair,
     rotate_row,
     scatter_halves,
 )
@@ -222,8 +221,8 @@ def write_columns(z, tile, lane, record, words):
             high |= (byte + byte_scores.ZERO) << (8 * i)
             low |= ((x - (byte << 8)) & 255) << (8 * i)
         words[0, w], words[1, w] = np.int32(high), np.int32(low)
-    copy_words(words[0].ctypes.data, 4, n_words + 1, tile + 4 * lane, byte_scores.LINE)
-    copy_words(words[1].ctypes.data, 4, n_words, record, 4)
+    copy_words(words[0], 4, n_words + 1, tile + 4 * lane, byte_scores.LINE)
+    copy_words(words[1], 4, n_words, record, 4)
 
 
 @njit(cache=True, nogil=True)
@@ -245,21 +244,15 @@ def encode_rows(rows, slot, position, count, basis, latents, index):
     for start in range(0, count, MAX_ROWS):
         size = min(MAX_ROWS, count - start)
         for j in range(size):
-            cos_sin(
-                basis.turns.ctypes.data, -np.float64(position + start + j), basis.n_pairs,
-                cosines.ctypes.data, sines.ctypes.data,
-            )  # fmt: skip
+            cos_sin(basis.turns, -np.float64(position + start + j), basis.n_pairs, cosines, sines)
             for g in range(n_kv):
                 key = x[j, g * d_padded : (g + 1) * d_padded]
                 at = rows.k + g * rows.k_head + (slot + start + j) * rows.k_row
-                widen_halves(at, d_padded, key.ctypes.data)
-                rotate_row(
-                    key.ctypes.data, basis.n_pairs, cosines.ctypes.data, sines.ctypes.data,
-                    np.float32(1) / basis.rope_scale,
-                )  # fmt: skip
+                widen_halves(at, d_padded, key)
+                rotate_row(key, basis.n_pairs, cosines, sines, np.float32(1) / basis.rope_scale)
         for c in range(0, r_padded, LANES):
             multiply(
-                size, x.ctypes.data, x.strides[0], 4, basis.encode.ctypes.data + 4 * c,
+                1, size, x.ctypes.data, x.strides[0], 4, basis.encode.ctypes.data + 4 * c,
                 basis.encode.strides[0], width, z.ctypes.data + 4 * c, z.strides[0],
             )  # fmt: skip
         for j in range(size):
@@ -268,11 +261,11 @@ def encode_rows(rows, slot, position, count, basis, latents, index):
             record = latents.records + i * latents.record
             write_columns(z[j, :r_star], tile, i % LANES, record, words)
             at = record + 4 * n_words
-            scatter_halves(z[j, r_star:].ctypes.data, latents.rank - r_star, at, 2)
+            scatter_halves(z[j, r_star:], latents.rank - r_star, at, 2)
             values = at + 2 * (latents.rank - r_star)
             for g in range(n_kv):
                 at = rows.v + g * rows.v_head + (slot + start + j) * rows.v_row
-                widen_halves(at, len(value), value.ctypes.data)
+                widen_halves(at, len(value), value)
                 quantize_head(value, basis.d_v, latents.bits, values + g * latents.head_bytes)
 
 
@@ -316,34 +309,28 @@ def reconstruct_rows(chosen, slots, basis, latents, out):
         i = np.int64(chosen[j])
         tile = latents.score + i // LANES * tile_bytes(n_words)
         at = tile + 4 * (i % LANES)
-        copy_words(at, byte_scores.LINE, n_words + 1, words.ctypes.data, 4)
+        copy_words(at, byte_scores.LINE, n_words + 1, words, 4)
         record = latents.records + i * latents.record
-        join_bytes(words.ctypes.data, record, float_of(words[n_words]), r_star, z[j].ctypes.data)
-        widen_halves(record + 4 * n_words, r - r_star, z[j, r_star:].ctypes.data)
-        cos_sin(
-            basis.turns.ctypes.data, np.float64(latents.first + i), basis.n_pairs,
-            cosines[j].ctypes.data, sines[j].ctypes.data,
-        )  # fmt: skip
+        join_bytes(words, record, float_of(words[n_words]), r_star, z[j])
+        widen_halves(record + 4 * n_words, r - r_star, z[j, r_star:])
+        cos_sin(basis.turns, np.float64(latents.first + i), basis.n_pairs, cosines[j], sines[j])
     for g in range(n_kv):
         decode = basis.decode.ctypes.data + 4 * g * d_padded
         pairs = d_padded - d_padded % (2 * LANES)
         for c in range(0, pairs, 2 * LANES):
-            multiply_pair(
-                count, z.ctypes.data, z.strides[0], 4, decode + 4 * c, basis.decode.strides[0], r,
-                key.ctypes.data + 4 * c, key.strides[0],
+            multiply(
+                2, count, z.ctypes.data, z.strides[0], 4, decode + 4 * c, basis.decode.strides[0],
+                r, key.ctypes.data + 4 * c, key.strides[0],
             )  # fmt: skip
         if pairs < d_padded:
             multiply(
-                count, z.ctypes.data, z.strides[0], 4, decode + 4 * pairs,
+                1, count, z.ctypes.data, z.strides[0], 4, decode + 4 * pairs,
                 basis.decode.strides[0], r, key.ctypes.data + 4 * pairs, key.strides[0],
             )  # fmt: skip
         for j in range(count):
-            rotate_row(
-                key[j].ctypes.data, basis.n_pairs, cosines[j].ctypes.data, sines[j].ctypes.data,
-                basis.rope_scale,
-            )  # fmt: skip
+            rotate_row(key[j], basis.n_pairs, cosines[j], sines[j], basis.rope_scale)
             at = out.k + g * out.k_head + slots[j] * out.k_row
-            store_halves(key[j].ctypes.data, at, d_padded)
+            store_halves(key[j], at, d_padded)
             source = latents.records + np.int64(chosen[j]) * latents.record + values
             at = out.v + g * out.v_head + slots[j] * out.v_row
             read_head(latents.bits, source + g * latents.head_bytes, basis.d_v, at)

@@ -242,10 +242,7 @@ def block_queries(q, units, first, n_kv, basis, words, factors):
     cosines = np.empty((n_pairs, LANES), np.float32)
     sines = np.empty((n_pairs, LANES), np.float32)
     for i in range(n_pairs):
-        cos_sin(
-            centres.ctypes.data, basis.turns[i], LANES, cosines[i].ctypes.data,
-            sines[i].ctypes.data,
-        )  # fmt: skip
+        cos_sin(centres, basis.turns[i], LANES, cosines[i], sines[i])
     turned = np.zeros((4 * n_words, LANES), np.float32)
     tile = np.empty((n_words, LANES), np.int32)
     projected = np.empty((r_star, LANES), np.float32)
@@ -254,22 +251,18 @@ def block_queries(q, units, first, n_kv, basis, words, factors):
         for i in range(n_pairs):
             factor = basis.damp[i] / unit
             rotate_pair(
-                q[h, basis.dims[i]] * factor, q[h, basis.dims[i + n_pairs]] * factor,
-                cosines[i].ctypes.data, sines[i].ctypes.data, turned[i].ctypes.data,
-                turned[i + n_pairs].ctypes.data,
+                q[h, basis.dims[i]] * factor, q[h, basis.dims[i + n_pairs]] * factor, cosines[i],
+                sines[i], turned[i], turned[i + n_pairs],
             )  # fmt: skip
         for c in range(2 * n_pairs, n_dims):
             turned[c] = q[h, basis.dims[c]] / unit
-        _pack_turned(turned.ctypes.data, n_words, tile.ctypes.data)
+        _pack_turned(turned, n_words, tile)
         for r in range(0, r_star, byte_scores.MAX_QUERIES):
             _project(
-                min(byte_scores.MAX_QUERIES, r_star - r), basis.decode[g, r].ctypes.data, n_words,
-                basis.scales[g, r:].ctypes.data, unit, tile.ctypes.data, projected[r].ctypes.data,
+                min(byte_scores.MAX_QUERIES, r_star - r), basis.decode[g, r], n_words,
+                basis.scales[g, r:], unit, tile, projected[r],
             )  # fmt: skip
-        _round_queries(
-            projected.ctypes.data, r_star, words[h].ctypes.data, words.shape[1] - 1,
-            factors[h].ctypes.data,
-        )  # fmt: skip
+        _round_queries(projected, r_star, words[h], words.shape[1] - 1, factors[h])
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
@@ -302,7 +295,4 @@ def summed_queries(q_nope, basis, r_star, words, factors):
     projected = np.empty((r_star, LANES), np.float32)
     for c in range(r_star):
         projected[c] = summed[c]
-    _round_queries(
-        projected.ctypes.data, r_star, words[0].ctypes.data, words.shape[1] - 1,
-        factors[0].ctypes.data,
-    )  # fmt: skip
+    _round_queries(projected, r_star, words[0], words.shape[1] - 1, factors[0])

@@ -31,9 +31,7 @@ SCORES, SUM_OF_HEADS, SUMS_BY_HEAD = 0, 1, 2  # kinds of output of ``_score_pair
 
 
 @emitter(made=LITERAL, n_heads=range(1, byte_scores.MAX_QUERIES + 1))
-def _score_pair(
-    made, n_heads, words, row, n_words, factors, bias, tiles, out, out_row, add
-):  # fmt: skip
+def _score_pair(made, n_heads, words, row, n_words, factors, bias, tiles, out, out_row, add):
     """Scores two tiles of latents for at most MAX_QUERIES heads. Arrays are addresses.
 
     words: a block's queries of the first head; ``row`` bytes later, those of the next head.
@@ -121,12 +119,11 @@ def capped_weights(words, factors, bias, softcap, latents, at, weights):
     """
     scores_of_pair(words, factors, latents, at, weights)
     for h in range(len(bias)):
-        address = weights[h].ctypes.data
-        soften(address, byte_scores.PAIR, softcap)
+        soften(weights[h], byte_scores.PAIR, softcap)
         log_sum = (BIAS - bias[h]) / (LOG2_E * ONE_POWER)
         for j in range(byte_scores.PAIR):
             weights[h, j] = min(weights[h, j] - log_sum, LARGEST_EXPONENT)
-        exp_in_place(address, byte_scores.PAIR, np.float32(0))
+        exp_in_place(weights[h], byte_scores.PAIR, np.float32(0))
 
 
 @njit(cache=True, nogil=True)
@@ -166,7 +163,7 @@ def sample_span(span, words, factors, latents, n_latent, softcap, peak, mass):
             scores_of_pair(words, factors, latents, at, part)
             for h in range(n_head):
                 if softcap:
-                    soften(part[h].ctypes.data, byte_scores.PAIR, softcap)
+                    soften(part[h], byte_scores.PAIR, softcap)
                 peak[h] = part[h, :count].max()
                 bias[h] = BIAS - peak[h] * (LOG2_E * ONE_POWER)
         n_scored += count

@@ -7,11 +7,11 @@ is no multiple of 32, its last group is stored whole and used in part.
 """
 
 import numpy as np
-from numba import types
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
+from sparsekv_cli.cpu.jit.llvm import copy_bytes
 from sparsekv_cli.cpu.jit.value import F16, F32, I8, LANES, VF, VI, Value, load, select, store, vec
 from sparsekv_cli.cpu.sals.vectors import rounded_to_half, scatter_halves
 
@@ -52,7 +52,7 @@ def dequantize_ref(scales: np.ndarray, minima: np.ndarray, codes: np.ndarray) ->
 def quantize_head(values, d_v, bits, out):
     """Quantises one token's values of one kv head, f32 (>= d_v,), to address ``out``."""
     if bits == 16:
-        scatter_halves(values.ctypes.data, (d_v + LANES - 1) // LANES * LANES, out, 2)
+        scatter_halves(values, (d_v + LANES - 1) // LANES * LANES, out, 2)
         return
     top = (1 << bits) - 1
     n_bytes = 4 * bits
@@ -66,7 +66,7 @@ def quantize_head(values, d_v, bits, out):
         # Scale and minimum are rounded first, so that the codes compensate for the rounding.
         ends[0] = rounded_to_half((high - low) / np.float32(top))
         ends[1] = rounded_to_half(low)
-        scatter_halves(ends.ctypes.data, 2, out, 2)
+        scatter_halves(ends, 2, out, 2)
         packed[:] = 0
         for c in range(start, stop):
             code = 0
@@ -75,19 +75,8 @@ def quantize_head(values, d_v, bits, out):
                 code = int(min(np.float32(top), max(np.float32(0), step)))
             at = c - start
             packed[at % n_bytes] |= np.uint8(code << (bits * (at // n_bytes)))
-        _store_bytes(packed, n_bytes, out + 4)
+        copy_bytes(packed, out + 4, n_bytes)
         out += 4 + n_bytes
-
-
-@njit(cache=True, nogil=True)
-def _store_bytes(source, count, target):
-    for i in range(count):
-        _store_byte(target + i, source[i])
-
-
-@emitter(value=types.uint8)
-def _store_byte(address, value):
-    store(value, address)
 
 
 def _codes(bits: int, block: Value, second: int) -> Value:

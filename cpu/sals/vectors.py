@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 
 from sparsekv_cli.cpu.jit import llvm
-from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
+from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.value import (
     F16,
@@ -40,9 +40,9 @@ IS_WIDE = llvm.has_feature("avx512f")
 MAX_ROWS = 12 if IS_WIDE else 6
 
 
-@emitter(n_vectors=LITERAL, tile=range(1, MAX_ROWS + 1))
+@emitter(n_vectors=(1, 2), tile=range(1, MAX_ROWS + 1))
 def _multiply_tile(n_vectors, tile, a, a_row, a_column, x, x_row, count, out, out_row):
-    """``multiply``, or with n_vectors = 2 ``multiply_pair``, of ``tile`` rows."""
+    """``multiply`` of ``tile`` rows."""
     at_once = n_vectors if IS_WIDE else 1
     rows = [a + m * a_row for m in range(tile)]
     for first in range(0, n_vectors, at_once):
@@ -62,29 +62,15 @@ def _multiply_tile(n_vectors, tile, a, a_row, a_column, x, x_row, count, out, ou
 
 
 @njit(cache=True, nogil=True)
-def _tile_of(n_rows):
-    """Returns the rows of the next tile, if as few tiles as possible share ``n_rows`` evenly."""
-    n_tile = (n_rows - 1) // MAX_ROWS + 1
-    return (n_rows + n_tile - 1) // n_tile
+def multiply(n_vectors, n_rows, a, a_row, a_column, x, x_row, count, out, out_row):
+    """out[m] = sum over c < count of a[m, c] x[c] for m < n_rows; f32, addresses.
 
-
-@njit(cache=True, nogil=True)
-def multiply(n_rows, a, a_row, a_column, x, x_row, count, out, out_row):
-    """out[m, :16] = sum over c < count of a[m, c] x[c, :16] for m < n_rows; f32, addresses."""
+    n_vectors: 1 for 16 columns of x and out, 2 for 32. The rows are in as few tiles as possible.
+    """
     while n_rows > 0:
-        tile = _tile_of(n_rows)
-        _multiply_tile(1, tile, a, a_row, a_column, x, x_row, count, out, out_row)
-        n_rows -= tile
-        a += tile * a_row
-        out += tile * out_row
-
-
-@njit(cache=True, nogil=True)
-def multiply_pair(n_rows, a, a_row, a_column, x, x_row, count, out, out_row):
-    """``multiply`` for 32 columns: out[m, :32] from x[c, :32]."""
-    while n_rows > 0:
-        tile = _tile_of(n_rows)
-        _multiply_tile(2, tile, a, a_row, a_column, x, x_row, count, out, out_row)
+        n_tile = (n_rows - 1) // MAX_ROWS + 1
+        tile = (n_rows + n_tile - 1) // n_tile
+        _multiply_tile(n_vectors, tile, a, a_row, a_column, x, x_row, count, out, out_row)
         n_rows -= tile
         a += tile * a_row
         out += tile * out_row

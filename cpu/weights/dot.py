@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import cache, partial
 
 import numpy as np
-from llvmlite import ir
 from numba import prange, types
 
 from sparsekv_cli.cpu.jit import llvm
@@ -20,18 +19,16 @@ from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.pointers import address, caller, function_address
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.jit.value import F16, F32, I16, LANES, VF, Value, const, load, store, vec
+from sparsekv_cli.cpu.jit.value import F16, F32, I16, LANES, VF, Value, const, load, store
 from sparsekv_cli.cpu.weights.block import BlockFormat
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
 from sparsekv_cli.cpu.weights.integer import emit_row as integer_row
-from sparsekv_cli.cpu.weights.integer import quantize
-from sparsekv_cli.cpu.weights.interleaved import groups_dot
 
 PLAIN_FLOATS = {"F32": F32, "F16": F16, "BF16": I16}
 ACCUMULATORS = 4  # independent sums in flight, enough to hide the latency of one fma
 ROWS_A_PASS = 16  # rows of weights that stay in the L1 cache while all inputs use them
-TO_F32, TO_BF16, TO_F16 = 0, 1, 2
-TARGET_BYTES = {TO_F32: 4, TO_BF16: 2, TO_F16: 2}
+TO_F32, TO_BF16 = 0, 1
+TARGET_BYTES = {TO_F32: 4, TO_BF16: 2}
 
 
 def _scalar_weight(format_: BlockFormat, address: Value) -> Value:
@@ -82,12 +79,7 @@ def _emit_row(format_: BlockFormat, w: Value, xs: Sequence[Value], n: Value) -> 
 
 def _narrow(values: Value, target: int) -> Value:
     """Rounds f32 lanes (or one f32) to the target's type, to nearest even."""
-    if target == TO_F32:
-        return values
-    if target == TO_F16:
-        is_vector = isinstance(values.type, ir.VectorType)
-        return values.to(vec(F16) if is_vector else F16)
-    return narrowed(values)
+    return values if target == TO_F32 else narrowed(values)
 
 
 @emitter(code=LITERAL, n_planes=LITERAL, count=range(1, 5))
@@ -105,7 +97,7 @@ def _row_dots(code, n_planes, count, w, x, x_row, n, out, out_row):
 
 @emitter(code=LITERAL, target=LITERAL)
 def _row_dequantize(code, target, w, out, n):
-    """Writes one row's ``n`` elements at ``out`` as f32, bf16 or f16 (literal ``target``)."""
+    """Writes one row's ``n`` elements at ``out`` as f32 or bf16 (literal ``target``)."""
     format_ = FORMAT_OF_CODE[code]
     size = TARGET_BYTES[target]
     n_blocks = n // format_.n_elements
@@ -128,7 +120,7 @@ def _row_dequantize(code, target, w, out, n):
 @njit(cache=True, nogil=True)
 def rows_dot(
     code, n_planes, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, first, last
-):  # fmt: skip
+):
     """out[i, r] = weight row r . x[i] for i < n_inputs and first <= r < last; addresses.
 
     x[i]: f32 if n_planes is 0, else quantised, x_row bytes apart; out: f32, rows out_row bytes
@@ -155,18 +147,6 @@ call_rows, call_dequantize = caller(rows_dot, 2), caller(rows_dequantize, 2)
 
 
 @cache
-def kernel_address(code: int, n_planes: int = 0, repacked: bool = False) -> int:
-    """Returns the address of ``rows_dot``, compiled for the format ``code`` or loaded from disk.
-
-    n_planes: bytes of a quantised activation; 0: f32. For repacked weights it is the address of
-    ``groups_dot``, which takes quantised activations only.
-    """
-    literals = (types.literal(code), types.literal(n_planes))
-    kernel = groups_dot if repacked else rows_dot
-    return function_address(kernel, literals + (types.int64,) * 10)
-
-
-@cache
 def dequantize_address(code: int, target: int) -> int:
     """Returns the address of ``rows_dequantize`` for a format and a target (TO_F32, ...)."""
     signature = (types.literal(code), types.literal(target)) + (types.int64,) * 7
@@ -178,41 +158,6 @@ def _dequantize_parallel(kernel, w, row_bytes, n_columns, out, out_row_bytes, n_
     for part in prange(n_parts):
         first, last = part * n_rows // n_parts, (part + 1) * n_rows // n_parts
         call_dequantize(kernel, w, row_bytes, n_columns, out, out_row_bytes, first, last)
-
-
-@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def _matvec_parallel(
-    kernel, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, n_rows, n_parts
-):  # fmt: skip
-    for part in prange(n_parts):
-        first, last = part * n_rows // n_parts, (part + 1) * n_rows // n_parts
-        call_rows(
-            kernel, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, first, last
-        )  # fmt: skip
-
-
-def matvec(
-    code: int,
-    w: np.ndarray,
-    n_columns: int,
-    x: np.ndarray,
-    n_parts: int = 1,
-    *,
-    n_planes: int = 0,
-) -> np.ndarray:
-    """Returns W x: w uint8 (rows, row_bytes) in format ``code``; x f32 (n_columns,) -> f32 (rows,).
-
-    x f32 (B, n_columns) gives f32 (B, rows); a row's bits do not depend on the other rows.
-    """
-    assert x.dtype == np.float32 and x.shape[-1] == n_columns and x.flags.c_contiguous
-    rows = np.atleast_2d(x)
-    out = np.empty((len(rows), w.shape[0]), np.float32)
-    inputs = quantize(rows, n_planes) if n_planes else rows
-    _matvec_parallel(
-        kernel_address(code, n_planes), address(w), w.strides[0], n_columns, address(inputs),
-        inputs.strides[0], len(rows), address(out), out.strides[0], w.shape[0], n_parts,
-    )  # fmt: skip
-    return out[0] if x.ndim == 1 else out
 
 
 def dequantize_into(
@@ -239,7 +184,7 @@ def dequantize(code: int, w: np.ndarray, n_columns: int) -> np.ndarray:
 
 
 def matvec_ref(code: int, w: np.ndarray, n_columns: int, x: np.ndarray) -> np.ndarray:
-    """numpy reference of ``matvec`` with gguf's own dequantisation, summed in f64."""
+    """numpy reference of ``rows_dot``, W x: with gguf's own dequantisation, summed in f64."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize as gguf_dequantize
 

@@ -7,8 +7,8 @@ import numpy as np
 
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.jit.value import LANES
+from sparsekv_cli.cpu.layer import choice
 from sparsekv_cli.cpu.layer import layer_input as kernels
-from sparsekv_cli.cpu.layer import products
 from sparsekv_cli.cpu.layer.state import InputState
 from sparsekv_cli.models.layers.layer_input import InputEmbedding, LayerInput
 
@@ -58,7 +58,7 @@ class InputSteps:
             return
         n, n_all = len(embedding.norm), embedding.projection.n_rows
         self._eps = np.float32(eps * embedding.projection.n_columns)  # as in PromptInputs
-        self._table = products.matrix_table([embedding.projection], n_planes)
+        self._table = choice.matrix_table([embedding.projection], n_planes)
         self._projected, self._inputs, hidden = (
             on_lines((capacity, width + LANES), np.float32, zeros=True)
             for width in (n_all, n_all, n)
@@ -68,7 +68,7 @@ class InputSteps:
             self.states[i].set(
                 n=n,
                 first=n * i,
-                matrices=products.matrix_table([layer.gate, layer.output], n_planes),
+                matrices=choice.matrix_table([layer.gate, layer.output], n_planes),
                 norm=layer.norm,
                 inputs=self._inputs,
                 hidden=hidden,

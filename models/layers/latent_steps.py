@@ -14,7 +14,7 @@ from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.latent import prefill as kernels
 from sparsekv_cli.cpu.latent.state import LatentState
-from sparsekv_cli.cpu.layer import products
+from sparsekv_cli.cpu.layer import choice
 from sparsekv_cli.cpu.weights.integer import quantized_stride
 from sparsekv_cli.models.gguf.linear import Linear
 from sparsekv_cli.models.layers.latent_weights import LatentHeads
@@ -150,7 +150,7 @@ def new_latent_state(
         scratch = {name: getattr(like, name) for name in ("queries", "normed", "quantized")}
     counts = (n_head, n_head, 1)
     pairs = zip(heads.linears(), counts, strict=False)
-    tables = [products.matrix_table([w], n_planes, n) for w, n in pairs]
+    tables = [choice.matrix_table([w], n_planes, n) for w, n in pairs]
     tables += [np.zeros_like(tables[0])] * (3 - len(tables))
     return LatentState(
         n_nope=of.n_nope,

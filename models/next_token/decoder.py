@@ -8,7 +8,7 @@ import numpy as np
 
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.models.decoder import FEW_ROWS, Decoder
-from sparsekv_cli.models.matmul import F32Products
+from sparsekv_cli.models.matmul import ManyRowsProducts
 from sparsekv_cli.models.next_token.weights import NextTokenWeights
 from sparsekv_cli.models.repack import repack_weights
 
@@ -47,7 +47,7 @@ class NextTokenDecoder(Decoder):
         embedded = dot.dequantize(table.code, data, table.n_columns)
         parts = norm(embedded, block.embedding_norm), norm(hidden, block.hidden_norm)
         is_few = len(tokens) <= FEW_ROWS
-        products = self._decode_products if is_few else F32Products(self.n_threads)
+        products = self._decode_products if is_few else ManyRowsProducts(self.n_threads)
         return products.of_stack("eh_proj", [block.projection])(np.concatenate(parts, axis=1))
 
     def embed(self, ids: Sequence[Any]) -> Any:

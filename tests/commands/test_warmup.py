@@ -17,7 +17,7 @@ from sparsekv_cli import machine, warmup
 from sparsekv_cli.commands import warmup as command
 from sparsekv_cli.cpu.jit.compiling import ahead, kernel_cache
 from sparsekv_cli.cpu.jit.compiling.store import KernelStore
-from sparsekv_cli.cpu.layer import matmul_int8
+from sparsekv_cli.cpu.layer import choice, matmul_int8
 from sparsekv_cli.cpu.weights import dot, formats, interleaved
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, FORMATS
 from sparsekv_cli.errors import SparseKVError
@@ -44,7 +44,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What is asked of matvec.py and prefill_products.py, which compile nothing here."""
     asked: list[tuple[Any, ...]] = []
     for module, name in (
-        (dot, "kernel_address"),
+        (choice, "few_rows_kernel"),
         (dot, "dequantize_address"),
         (matmul_int8, "kernel_addresses"),
     ):
@@ -76,13 +76,13 @@ def test_every_format_and_type(markers, compiled):
     n_planes = 1
     for code, format_ in FORMAT_OF_CODE.items():
         expected |= {("dequantize_address", code, to) for to in (dot.TO_F32, dot.TO_BF16)}
-        expected.add(("kernel_address", code))
+        expected.add(("few_rows_kernel", code))
         if format_.decode is not None:
-            expected |= {("kernel_address", code, n, False) for n in (n_planes, FEW_PLANES)}
+            expected |= {("few_rows_kernel", code, n, False) for n in (n_planes, FEW_PLANES)}
         if cpu_prefill_dtype("auto", 64) == "int8" and matmul_int8.can_multiply(code):
             expected.add(("kernel_addresses", code))
         if interleaved.can_repack(code, interleaved.GROUP):
-            expected |= {("kernel_address", code, n, True) for n in (n_planes, FEW_PLANES)}
+            expected |= {("few_rows_kernel", code, n, True) for n in (n_planes, FEW_PLANES)}
     assert set(compiled) == expected and len(compiled) == len(expected)
     repacks = interleaved.can_repack(FORMATS["Q4_1"].code, interleaved.GROUP)
     assert n_steps == len(expected) + 1 + 2 * repacks  # the bandwidth probe, repacking
@@ -100,9 +100,9 @@ def test_only_the_layout_that_decode_reads(markers, compiled, repacks):
     layer = SimpleNamespace(linears=lambda: [linear], ffn=None)
     weights: Any = SimpleNamespace(layers=[layer], output=linear, token_embd=linear)
     warmup.compile_weight_kernels(weights, "f32", 1, repacks, None)
-    kernels = {call for call in compiled if call[0] == "kernel_address"}
+    kernels = {call for call in compiled if call[0] == "few_rows_kernel"}
     is_repacked = repacks and interleaved.can_repack(code, 32)
-    assert kernels == {("kernel_address", code), ("kernel_address", code, 1, is_repacked)}
+    assert kernels == {("few_rows_kernel", code), ("few_rows_kernel", code, 1, is_repacked)}
 
 
 def test_an_unfinished_step_is_taken_again(markers, compiled, monkeypatch):

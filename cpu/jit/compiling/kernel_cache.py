@@ -60,20 +60,15 @@ class KernelCache(caching._Cache):
         self._function = py_func
         self._store = store
         self._sources = sources
-        self._is_enabled = True
 
     @property
     def cache_path(self) -> str:
         return str(self._store.folder)
 
-    def enable(self) -> None:
-        self._is_enabled = True
-
-    def disable(self) -> None:
-        self._is_enabled = False
-
     def flush(self) -> None:
         """Does nothing. numba calls it before it recompiles a function and replaces the file."""
+
+    enable = disable = flush  # that numba's class has, too; nobody calls them
 
     @cached_property
     def _function_key(self) -> tuple[Any, ...]:
@@ -102,8 +97,6 @@ class KernelCache(caching._Cache):
         """
         if not is_installed():
             raise RuntimeError("call sparsekv_cli.cpu.jit.install.install() before a kernel")
-        if not self._is_enabled:
-            return None
         rtsys.initialize(target_context)
         name = self.name(sig, target_context.codegen())
         payload = self._store.read(name)
@@ -113,7 +106,7 @@ class KernelCache(caching._Cache):
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keeps a compiled signature, unless its code holds addresses of this process."""
-        if not self._is_enabled or data.library.has_dynamic_globals:
+        if data.library.has_dynamic_globals:
             return
         with without_ir():
             payload = data._reduce()
@@ -122,7 +115,7 @@ class KernelCache(caching._Cache):
     def lock(self, sig: Any, target_context: Any) -> contextlib.AbstractContextManager[None]:
         """Lets one process at a time compile a signature that is not on disk."""
         name = self.name(sig, target_context.codegen())
-        if not self._is_enabled or self._store.has(name):
+        if self._store.has(name):
             return contextlib.nullcontext()
         return self._store.lock(name, self._function.__name__)
 

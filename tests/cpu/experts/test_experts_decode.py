@@ -11,7 +11,7 @@ from tiny_models import random_rows, tensor_rng
 
 from sparsekv_cli.cpu.experts import decode, routing
 from sparsekv_cli.cpu.experts.state import MixtureState
-from sparsekv_cli.cpu.layer import products
+from sparsekv_cli.cpu.layer import choice, products
 from sparsekv_cli.cpu.layer.state import LayerState
 from sparsekv_cli.cpu.vector.views import view
 from sparsekv_cli.cpu.weights import dot, integer, interleaved
@@ -186,7 +186,7 @@ def test_jobs_are_shared_out_to_the_last_row(n_threads):
     parts = [linear(str(n), n, 64, "F32") for n in (5, 16, 33, 1)]
     x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
     counts, jobs = (1, 3, 2, 1), np.zeros((4, products.N_COLUMNS), np.int64)
-    table = products.matrix_table([weights for weights, _ in parts], 2)
+    table = choice.matrix_table([weights for weights, _ in parts], 2)
     outs = [
         np.full((n, len(w[0])), np.nan, np.float32) for n, (_, w) in zip(counts, parts, strict=True)
     ]

@@ -18,13 +18,14 @@ import sys
 import numpy as np
 from sparsekv_cli.cpu.jit.compiling import ahead
 from sparsekv_cli.cpu.jit.install import install
+from sparsekv_cli.cpu.layer import choice
 from sparsekv_cli.cpu.weights import dot, integer
 install()
 calls = [
     lambda: dot.dequantize(8, np.zeros((4, 34), np.uint8), 32),
     lambda: integer.quantize(np.zeros((2, 64), np.float32), 1),
     lambda: 1 / 0,
-    lambda: dot.kernel_address(8, 1),
+    lambda: choice.few_rows_kernel(8, 1),
 ]
 """
 COMPILE = """
@@ -59,7 +60,7 @@ def test_kernels_are_noted_without_running_them(monkeypatch):
     seen = []
 
     def call() -> None:
-        seen.append(dot.dequantize_address.__wrapped__(8, dot.TO_F16))  # for its cache
+        seen.append(dot.dequantize_address.__wrapped__(8, dot.TO_BF16))  # for its cache
         seen.append(integer.quantize_rows(*[1j] * 7))
 
     kernels = ahead.kernels_of([call])

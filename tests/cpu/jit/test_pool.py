@@ -132,14 +132,15 @@ def test_a_process_ends_with_its_workers_asleep_or_awake():
     code = (
         "import numpy as np, time\n"
         "from sparsekv_cli.cpu.jit.install import install\n"
-        "from sparsekv_cli.cpu.weights import dot\n"
+        "from sparsekv_cli.models.gguf.linear import Linear\n"
+        "from sparsekv_cli.models.matmul import FewRowsProducts\n"
         "install()\n"
-        "w = np.ones((64, 32), np.float32)\n"
+        "w = Linear(0, np.ones((64, 32), np.float32).view(np.uint8), 32)\n"
+        "product = FewRowsProducts(2).of_stack('w', [w])\n"
         "for _ in range(3):\n"
-        "    out = dot.matvec(0, w.view(np.uint8), 32, np.ones(32, np.float32), 2)\n"
-        "    assert (out == 32).all()\n"
+        "    assert (product(np.ones((1, 32), np.float32)) == 32).all()\n"
         "    time.sleep(0.1)\n"
-        "dot.matvec(0, w.view(np.uint8), 32, np.ones(32, np.float32), 2)\n"
+        "product(np.ones((1, 32), np.float32))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

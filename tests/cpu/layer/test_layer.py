@@ -5,7 +5,7 @@ import pytest
 from gguf import GGMLQuantizationType
 from tiny_models import random_rows, tensor_rng
 
-from sparsekv_cli.cpu.layer import decode, products, rows
+from sparsekv_cli.cpu.layer import choice, decode, products, rows
 from sparsekv_cli.cpu.weights import dot, integer
 from sparsekv_cli.models.weights import Linear
 
@@ -77,7 +77,7 @@ class Layer:
         self.arrays |= {"q_scale": np.ones(n_rows, np.float32), **arrays}
         self.arrays["x"] = self.arrays["x"].reshape(n_rows, -1)
         tables = [
-            products.matrix_table([matrices[name]], 2)
+            choice.matrix_table([matrices[name]], 2)
             if name in matrices
             else np.zeros((1, 6), np.int64)
             for name in ("q", "k", "v", "o", "gate", "up", "down")
@@ -214,14 +214,11 @@ def test_gate_of_any_size(gate):
 
 def multiplied(pairs, x: np.ndarray, n_threads: int) -> np.ndarray:
     """``layer.multiply`` of matrices with x f32 (B, columns)."""
-    table = products.matrix_table([weights for weights, _ in pairs], 2)
+    table = choice.matrix_table([weights for weights, _ in pairs], 2)
     out = np.full((len(x), sum(len(values) for _, values in pairs)), np.nan, np.float32)
     columns = -(-x.shape[1] // 32) * 32
     quantized = np.empty((len(x), integer.quantized_stride(columns)), np.uint8)
-    places = [dot.address(array) for array in (x, quantized, out)]
-    products.multiply(
-        table, places[0], x.strides[0], len(x), places[1], places[2], out.strides[0], n_threads
-    )
+    products.multiply(table, x, len(x), quantized, out, n_threads)
     return out
 
 
@@ -247,7 +244,7 @@ def test_regions_are_the_matrices_in_the_order_of_use_and_again():
     names = ("q", "k", "v", "o", "gate", "up", "down")
     linears = [linear(name, 16 * (i + 1), 32, "Q4_0")[0] for i, name in enumerate(names)]
     head = linear("output", 48, 32)[0]
-    tables = [products.matrix_table(linears, 2), products.matrix_table([head], 2)]
+    tables = [choice.matrix_table(linears, 2), choice.matrix_table([head], 2)]
     expected = [(dot.address(w.data), w.data.nbytes) for w in [*linears, head, *linears[:4]]]
     np.testing.assert_array_equal(products.matrix_regions(tables), expected)
 
@@ -259,7 +256,7 @@ def test_output_logits(wtype, n_rows):
     x, norm = vector(0, 4 * 256).reshape(4, 256), vector(1, 256, 1)  # a row to spare
     logits = np.empty((n_rows, 333), np.float32)
     quantized = np.empty((4, integer.quantized_stride(256)), np.uint8)
-    table = products.matrix_table([head], 2)
+    table = choice.matrix_table([head], 2)
     following = products.matrix_regions([table] * 4)
     decode.output_logits(
         x, norm, EPS, table, dot.address(following), np.zeros_like(x), quantized, logits, 2

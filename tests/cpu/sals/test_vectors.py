@@ -58,7 +58,7 @@ def test_multiply(n_rows, count):
     x = rng.standard_normal((count, 40)).astype(np.float32)
     out = np.full((n_rows + 1, 20), 7, np.float32)
     vectors.multiply(
-        n_rows, address(a), a.strides[1], a.strides[0], address(x) + 4 * 8, x.strides[0], count,
+        1, n_rows, address(a), a.strides[1], a.strides[0], address(x) + 4 * 8, x.strides[0], count,
         address(out), out.strides[0],
     )  # fmt: skip
     expected = vectors.multiply_ref(a[:count, :n_rows].T, x[:, 8:24])
@@ -77,11 +77,11 @@ def test_multiply_two_tiles(n_rows, count):
     strides = a.strides[1], a.strides[0]
     for c in (0, 16):
         vectors.multiply(
-            n_rows, address(a), *strides, address(x) + 4 * c, x.strides[0], count,
+            1, n_rows, address(a), *strides, address(x) + 4 * c, x.strides[0], count,
             address(one) + 4 * c, one.strides[0],
         )  # fmt: skip
-    vectors.multiply_pair(
-        n_rows, address(a), *strides, address(x), x.strides[0], count, address(pair),
+    vectors.multiply(
+        2, n_rows, address(a), *strides, address(x), x.strides[0], count, address(pair),
         pair.strides[0],
     )  # fmt: skip
     expected = vectors.multiply_ref(a[:, :n_rows].T, x)

@@ -4,11 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matrix_kernels import call_rows
 from numba import njit, types
 from quantized_weights import random_rows
 from sweeps import sweep
 
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.layer import choice
 from sparsekv_cli.cpu.layer import products as few_rows
 from sparsekv_cli.cpu.weights import dot, integer, interleaved, vnni
 from sparsekv_cli.cpu.weights.formats import FORMATS
@@ -47,11 +49,8 @@ def products(linears, x: np.ndarray, n_threads: int, n_planes: int = 2) -> np.nd
     """``layer.multiply`` of matrices with x f32 (B, columns)."""
     out = np.full((len(x), sum(w.n_rows for w in linears)), np.nan, np.float32)
     quantized = np.empty((len(x), integer.quantized_stride(x.shape[1])), np.uint8)
-    places = [dot.address(array) for array in (x, quantized, out)]
-    table = few_rows.matrix_table(linears, n_planes)
-    few_rows.multiply(
-        table, places[0], x.strides[0], len(x), places[1], places[2], out.strides[0], n_threads
-    )
+    table = choice.matrix_table(linears, n_planes)
+    few_rows.multiply(table, x, len(x), quantized, out, n_threads)
     return out
 
 
@@ -111,9 +110,9 @@ def test_products_of_one_input(name):
     kernel = dot.function_address(njit(one_dot), signature)
     quantized, found = integer.quantize(x[0], 2), np.empty((1, 16), np.float32)
     packed = repacked(name, w)
-    dot._matvec_parallel(
+    call_rows(
         kernel, dot.address(packed), w.strides[0], n_columns, dot.address(quantized),
-        quantized.nbytes, 1, dot.address(found), found.strides[0], 16, 1,
+        quantized.nbytes, 1, dot.address(found), found.strides[0], 0, 16,
     )  # fmt: skip
     values, scales, _ = integer.quantize_ref(x[0], 2)
     expected = dot.matvec_ref(code, w, n_columns, values * np.repeat(scales, 32))
@@ -150,9 +149,9 @@ def test_products_without_vnni(name, n_planes, monkeypatch):
             dot.address(x), x.strides[0], len(x), n_columns, n_planes, places[1],
             quantized.strides[0],
         )  # fmt: skip
-        dot._matvec_parallel(
+        call_rows(
             kernel, places[0], w.strides[0], n_columns, places[1], quantized.strides[0], len(x),
-            places[2], found.strides[0], 16, 1,
+            places[2], found.strides[0], 0, 16,
         )  # fmt: skip
         for row, values in zip(found, x, strict=True):
             values, scales, _ = integer.quantize_ref(values, n_planes)
