@@ -191,11 +191,8 @@ def _attend_pieces(
     for task in tasks_of(counter, n_kv_head * n_task):
         kv_head, (b, last, split, n_split) = task // n_task, tasks[task % n_task]
         h, end = kv_head * group, (kv_head + 1) * group
-        piece = Softmax(
-            peak=pieces.peak[split, b:last, h:end],
-            mass=pieces.mass[split, b:last, h:end],
-            acc=pieces.acc[split, b:last, h:end],
-        )
+        at = split, slice(b, last), slice(h, end)
+        piece = Softmax(peak=pieces.peak[at], mass=pieces.mass[at], acc=pieces.acc[at])
         _attend_tokens(
             q[b:last, h:end], layouts[b:last], kv_head, spans[split, b:last], scale, softcap,
             sinks[h:end] if split == 0 else sinks[:0], n_split == 1, piece, out[b:last, h:end],

@@ -82,29 +82,17 @@ class HeadRows(NamedTuple):
 @njit(cache=True, nogil=True)
 def successive_rows(layout, kv_head, first, count):
     """Returns ``count`` rows of a kv head from row ``first`` on, as HeadRows."""
-    return HeadRows(
-        k=layout[K] + kv_head * layout[K_HEAD] + first * layout[K_ROW],
-        v=layout[V] + kv_head * layout[V_HEAD] + first * layout[V_ROW],
-        k_row=layout[K_ROW],
-        v_row=layout[V_ROW],
-        mode=layout[K_KIND] | layout[V_KIND] << 2,
-        numbers=np.int64(0),
-        n=np.int64(count),
-    )
+    k = layout[K] + kv_head * layout[K_HEAD] + first * layout[K_ROW]
+    v = layout[V] + kv_head * layout[V_HEAD] + first * layout[V_ROW]
+    mode = layout[K_KIND] | layout[V_KIND] << 2
+    return HeadRows(k, v, layout[K_ROW], layout[V_ROW], mode, np.int64(0), np.int64(count))
 
 
 @njit(cache=True, nogil=True)
 def listed_rows(layout, kv_head, numbers, count):
     """Returns a kv head's rows with ``count`` int32 numbers, at an address, as HeadRows."""
-    return HeadRows(
-        k=layout[K] + kv_head * layout[K_HEAD],
-        v=layout[V] + kv_head * layout[V_HEAD],
-        k_row=layout[K_ROW],
-        v_row=layout[V_ROW],
-        mode=GATHER | layout[K_KIND] | layout[V_KIND] << 2,
-        numbers=np.int64(numbers),
-        n=np.int64(count),
-    )
+    k, v, k_row, v_row, mode, _, n = successive_rows(layout, kv_head, 0, count)
+    return HeadRows(k, v, k_row, v_row, mode | GATHER, np.int64(numbers), n)
 
 
 def quantize_rows_ref(x: np.ndarray, kind: int = Q8_0) -> np.ndarray:

@@ -5,16 +5,13 @@ are passed as u16. The step in fasa/step.py calls these kernels.
 """
 
 import numpy as np
-from numba import prange
 
-from sparsekv_cli.cpu.attention.decode import n_key_splits
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import tasks_of
-from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.jit.value import F32, I32, I64, LANES, const, load, select, store
 
 BLOCK = LANES  # tokens of a block of Kdom
@@ -82,7 +79,12 @@ def listed_scores(q, dom, n_dom, blocks, count, out):
 
 @njit(cache=True, nogil=True)
 def score_pieces(counter, q, dom, n_split, best):
-    """Runs (kv head, part of the blocks) tasks until none is left; see ``score_chunks``."""
+    """Scores all tokens by the dominant dims (not scaled), and keeps the best of each block.
+
+    Runs tasks until none is left: a kv head and one of ``n_split`` parts of the blocks. q f32 (H,
+    n_dom), dom u16 (G, >= n/16, n_dom, 16) holding f16, best f32 (H, ceil(n / 16)). In the last
+    block, elements after token n count, too.
+    """
     n_kv_head, n_block = dom.shape[0], best.shape[1]
     group = q.shape[0] // n_kv_head
     for task in tasks_of(counter, n_kv_head * n_split):
@@ -97,20 +99,7 @@ def score_pieces(counter, q, dom, n_split, best):
                 )  # fmt: skip
 
 
-@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def score_chunks(q, dom, n, best, n_threads):
-    """Scores all n tokens by the dominant dims (not scaled), and keeps the best of each block.
-
-    q f32 (H, n_dom), dom u16 (G, >= n/16, n_dom, 16) holding f16, best f32 (H, ceil(n / 16)). In
-    the last block, elements after token n count, too.
-    """
-    n_split = n_key_splits(n, dom.shape[0], n_threads)
-    counter = np.zeros(1, np.int64)
-    for _thread in prange(n_threads):
-        score_pieces(counter, q, dom, n_split, best)
-
-
-def score_chunks_ref(q, dom):
+def score_pieces_ref(q, dom):
     """numpy reference: q (H, n_dom), dom f16 (G, b, n_dom, 16) -> scores of all, f64 (H, 16 b)."""
     n_kv_head = dom.shape[0]
     keys = dom.astype(np.float64).swapaxes(2, 3).reshape(n_kv_head, -1, dom.shape[2])
@@ -152,7 +141,7 @@ def choose_rows(q, dom, best, n, n_sinks, n_recent, rows, scores):
 
     They are the first n_sinks tokens, the last n_recent, and the best tokens between. rows int32
     (k,) and their scores f32 (>= k,) are set. q f32 (n_dom,), dom u16 (blocks, n_dom, 16), best f32
-    (ceil(n / 16),) from ``score_chunks``. The m best tokens lie in the m blocks with the largest
+    (ceil(n / 16),) from ``score_pieces``. The m best tokens lie in the m blocks with the largest
     maxima, so only these blocks are scored again. Writing all scores would take as long as reading
     the keys.
     """

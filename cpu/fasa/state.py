@@ -47,7 +47,7 @@ class FASAWork(Scratch, of=FASAState):
 
     q_dom: np.ndarray = f32("n_head", "n_dom")
     q_rest: np.ndarray = f32("n_head", "d_rest")
-    best: np.ndarray = f32("n_head", f"(n + {BLOCK - 1}) // {BLOCK}")  # see ``score_chunks``
+    best: np.ndarray = f32("n_head", f"(n + {BLOCK - 1}) // {BLOCK}")  # see ``score_pieces``
 
 
 class FASABuffers(Scratch, of=FASAState):

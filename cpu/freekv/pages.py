@@ -76,7 +76,7 @@ class Summaries(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.hi.nbytes + self.lo.nbytes + self.group_hi.nbytes + self.group_lo.nbytes
+        return sum(array.nbytes for array in self[:-1])
 
 
 class PageCache:
@@ -112,13 +112,9 @@ class PageCache:
         if known is None:
             n_page = max(window, -(-store.capacity // page))
             n_groups = n_page // GROUPED if groups else 0
-            known = Summaries(
-                hi=_zeros((n_kv_head, n_page, d), np.uint16),
-                lo=_zeros((n_kv_head, n_page, d), np.uint16),
-                group_hi=_zeros((n_kv_head, n_groups, d), np.uint16),
-                group_lo=_zeros((n_kv_head, n_groups, d), np.uint16),
-                n=0,
-            )
+            shapes = ((n_kv_head, count, d) for count in (n_page, n_page, n_groups, n_groups))
+            hi, lo, group_hi, group_lo = (_zeros(shape, np.uint16) for shape in shapes)
+            known = Summaries(hi, lo, group_hi, group_lo, n=0)
         self.pages = HostPages(
             pool_k=_words(store.k),
             pool_v=_words(store.v),

@@ -13,24 +13,17 @@ import numpy as np
 
 from sparsekv_cli.cpu.attention.decode import attend_list
 from sparsekv_cli.cpu.attention.rows import F16, GATHER, HeadRows
-from sparsekv_cli.cpu.freekv.choice import choose_pages, choose_pages_by_groups
 from sparsekv_cli.cpu.freekv.pages import (
-    BEST,
     CLOCK,
-    END,
     GROUPED,
     HIT,
     N_CHOSEN,
     OFFLOADED,
-    QUERY,
     RECALLED,
-    SCORED,
     group_summaries,
 )
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.quest.pages import page_summaries
-
-VISITED = 4  # groups whose pages are scored, for each page that is chosen
 
 
 @njit(cache=True, nogil=True)
@@ -98,31 +91,6 @@ def recall_pages(pages, g, n_chosen, first_slot):
         slot_of[j] = slot
         stamps[slot] = now
         _recall_page(pages, g, j, first_slot + slot)
-
-
-@njit(cache=True, nogil=True)
-def select_pages(pages, g, queries, query, end, n_best, scale, softcap, n_sink, first_slot):
-    """Chooses and recalls kv head g's pages. queries f32 (group, d), current at ``query`` rows.
-
-    Groups are used if they leave out at least half of the pages.
-    """
-    hi, lo = pages.hi[g : g + 1], pages.lo[g : g + 1]
-    group_hi, group_lo = pages.group_hi[g : g + 1], pages.group_lo[g : g + 1]
-    n_visited, n_scored = VISITED * n_best, end
-    if group_hi.shape[1] and end // GROUPED > 2 * n_visited:
-        n_chosen, n_scored = choose_pages_by_groups(
-            queries, hi, lo, group_hi, group_lo, n_sink, end, n_visited, n_best, scale, softcap,
-            pages.chosen[g],
-        )  # fmt: skip
-    else:
-        n_chosen = choose_pages(
-            queries, hi, lo, n_sink, end, n_best, scale, softcap, pages.chosen[g]
-        )
-    recall_pages(pages, g, n_chosen, first_slot)
-    state = pages.state[g]
-    state[N_CHOSEN], state[QUERY], state[END], state[BEST] = n_chosen, query, end, n_best
-    if end - n_sink > n_best:
-        pages.statistics[g, SCORED] += n_scored
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})

@@ -10,12 +10,16 @@ import numpy as np
 from numba import carray
 
 from sparsekv_cli.cpu.attention.store import store_halves
+from sparsekv_cli.cpu.freekv.choice import choose_pages, choose_pages_by_groups
 from sparsekv_cli.cpu.freekv.pages import (
     ATTENDED,
     BEST,
     CORRECTED,
     END,
+    GROUPED,
+    N_CHOSEN,
     QUERY,
+    SCORED,
     STEPPED,
     HostPages,
     PageCache,
@@ -24,8 +28,8 @@ from sparsekv_cli.cpu.freekv.recall import (
     attend_head,
     mean_cosine,
     offload_pages,
+    recall_pages,
     resident_rows,
-    select_pages,
 )
 from sparsekv_cli.cpu.freekv.state import FreeKVBuffers, FreeKVState
 from sparsekv_cli.cpu.jit.kernel import njit
@@ -35,15 +39,31 @@ from sparsekv_cli.cpu.vector.fields import Scratch
 from sparsekv_cli.cpu.vector.run import KernelStep, memory_of, run
 from sparsekv_cli.cpu.vector.views import scratch, view
 
+VISITED = 4  # groups whose pages are scored, for each page that is chosen
 
-@njit(cache=True, nogil=True, forceinline=True)
-def _select(this, g, query, n):
-    """Chooses and recalls kv head g's pages with a query f32 (H, d), current at n rows."""
-    group = this.n_head // this.n_kv
-    select_pages(
-        this.pages, g, query[g * group : (g + 1) * group], n, this.window, this.n_best, this.scale,
-        this.softcap, this.n_sink, this.n_sink + this.n_ring,
-    )  # fmt: skip
+
+@njit(cache=True, nogil=True)
+def _select(this, g, query, of_rows):
+    """Chooses and recalls kv head g's pages with a query f32 (H, d), current at ``of_rows`` rows.
+
+    Groups are used if they leave out at least half of the pages.
+    """
+    pages, group, first, end = this.pages, this.n_head // this.n_kv, this.n_sink, this.window
+    n_best, n_visited, n_scored = this.n_best, VISITED * this.n_best, end
+    q, of_head, chosen = query[g * group : (g + 1) * group], slice(g, g + 1), pages.chosen[g]
+    ends = pages.hi[of_head], pages.lo[of_head]
+    groups = pages.group_hi[of_head], pages.group_lo[of_head]
+    if groups[0].shape[1] and end // GROUPED > 2 * n_visited:
+        n_chosen, n_scored = choose_pages_by_groups(
+            q, *ends, *groups, first, end, n_visited, n_best, this.scale, this.softcap, chosen
+        )
+    else:
+        n_chosen = choose_pages(q, *ends, first, end, n_best, this.scale, this.softcap, chosen)
+    recall_pages(pages, g, n_chosen, first + this.n_ring)
+    state = pages.state[g]
+    state[N_CHOSEN], state[QUERY], state[END], state[BEST] = n_chosen, of_rows, end, n_best
+    if end - first > n_best:
+        pages.statistics[g, SCORED] += n_scored
 
 
 @njit(cache=True, nogil=True, forceinline=True)

@@ -10,7 +10,7 @@ weights as bf16. A bf16 is stored as a uint16.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import prange
@@ -204,29 +204,21 @@ def _multiply(table, offsets, starts, taken, x, tiles, step, rows, panels, sums,
         )  # fmt: skip
 
 
-class PanelScratch(NamedTuple):
-    """The columns of a block (step), and for each thread the scratch of ``_multiply_panels``."""
+def _new_scratch(table: np.ndarray, n_columns: int, n_tiles: int, n_threads: int) -> Any:
+    """Returns the columns of a block (step), and rows, panels and sums of each thread.
 
-    step: int
-    rows: np.ndarray
-    panels: np.ndarray
-    sums: np.ndarray
-
-
-def _new_scratch(table: np.ndarray, n_columns: int, n_tiles: int, n_threads: int) -> PanelScratch:
-    """Returns scratch for products of a table with n_columns results and up to n_tiles of rows."""
+    They are the scratch of ``_multiply_panels``, for products of a table with n_columns results and
+    up to n_tiles of rows.
+    """
     unit = max(2 * PAIRS, int(table[:, BLOCK_SIZE].max()))
     step = max(unit, BLOCK_COLUMNS // unit * unit)
     n_panels = -(-n_columns // COLUMNS)
     n_sums = min(TASK_PANELS, -(-n_panels // (TASKS_A_THREAD * n_threads)))
     shape = (n_threads, n_sums, min(n_tiles, TASK_TILES), ROWS, COLUMNS)
-    return PanelScratch(
-        step,
-        # A row has a line of padding: rows a multiple of 4 KB apart would share sets of the cache.
-        rows=on_lines((n_threads, COLUMNS, step + 2 * PAIRS), np.uint16, zeros=True),
-        panels=on_lines((n_threads, step // 2, COLUMNS), np.uint32),
-        sums=on_lines(shape, np.float32),
-    )
+    # A row has a line of padding: rows a multiple of 4 KB apart would share sets of the cache.
+    rows = on_lines((n_threads, COLUMNS, step + 2 * PAIRS), np.uint16, zeros=True)
+    panels = on_lines((n_threads, step // 2, COLUMNS), np.uint32)
+    return step, rows, panels, on_lines(shape, np.float32)
 
 
 def multiply(

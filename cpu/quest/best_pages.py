@@ -1,29 +1,13 @@
 """The pages that a chunk of a prompt attends to: the best ones over several queries."""
 
 import numpy as np
-from numba import prange, types
+from numba import prange
 
-from sparsekv_cli.cpu.attention.flash import larger
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
-from sparsekv_cli.cpu.jit import llvm
-from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import tasks_of
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.jit.value import LANES, VF, load, store
 from sparsekv_cli.cpu.quest.byte_pages import SPAN
-
-
-@emitter(top=types.float32)
-def _raise_to(scores, count, top, best):
-    """Raises best[j] to scores[j] - top, j < count, f32; count: a multiple of 16; addresses."""
-    tops = top.splat()
-
-    @llvm.every(count, LANES)
-    def chunk(c):
-        at = c * 4
-        to = best + at
-        store(larger(load(VF, scores + at) - tops, load(VF, to)), to)
 
 
 @njit(cache=True, nogil=True)
@@ -38,7 +22,10 @@ def _compare_tasks(counter, scores, tops, n_page, n_last, best):
         of_span = best[head, first : first + count]
         of_span[:] = -np.inf
         for r in range(n_rows):
-            _raise_to(scores[span, head, r], count, tops[head, r], of_span)
+            of_query, top = scores[span, head, r], tops[head, r]
+            for j in range(count):
+                score = of_query[j] - top
+                of_span[j] = score if score > of_span[j] else of_span[j]
         of_span[max(0, n_page - n_last - first) :] = np.inf
         if first == 0:
             of_span[0] = np.inf

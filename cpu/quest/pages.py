@@ -27,16 +27,11 @@ from sparsekv_cli.cpu.jit.value import (
     I64,
     LANES,
     VF,
-    Value,
     call_named,
     const,
     store,
     vec,
 )
-
-
-def _store_half_lanes(value: Value, address: Value) -> None:
-    store(value.to(vec(F16)), address)
 
 
 @emitter(meanstd=(0, 1))
@@ -57,10 +52,7 @@ def summarise_rows(meanstd, rows, row_bytes, count, d, hi, lo):
             return llvm.load_half_lanes(first + j * row_bytes)
 
         def extend(j, ends):
-            return [
-                ends[0].maxnum(row(j)),
-                ends[1].minnum(row(j)),
-            ]
+            return [ends[0].maxnum(row(j)), ends[1].minnum(row(j))]
 
         def add(j, sums):
             return [sums[0] + row(j)]
@@ -75,12 +67,11 @@ def summarise_rows(meanstd, rows, row_bytes, count, d, hi, lo):
                 deviation = row(j) - mean
                 return [deviation.fma(deviation, sums[0])]
 
-            squares = (llvm.loop(0, count, 1, [const(F32, 0.0)], deviate))[0]
-            variance = squares * share
-            std = call_named("llvm.sqrt.v16f32", VF, variance)
+            squares = llvm.loop(0, count, 1, [const(F32, 0.0)], deviate)[0]
+            std = call_named("llvm.sqrt.v16f32", VF, squares * share)
             high, low = mean + std, mean - std
-        _store_half_lanes(high, hi + at)
-        _store_half_lanes(low, lo + at)
+        store(high.to(vec(F16)), hi + at)
+        store(low.to(vec(F16)), lo + at)
 
 
 @njit(cache=True, nogil=True)

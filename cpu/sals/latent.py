@@ -16,6 +16,7 @@ from numba import prange
 
 from sparsekv_cli.cpu.attention import byte_scores
 from sparsekv_cli.cpu.attention.load import widen_halves
+from sparsekv_cli.cpu.attention.rows import K_HEAD, K_ROW, V_HEAD, V_ROW, K, V
 from sparsekv_cli.cpu.attention.select import bits_of, float_of
 from sparsekv_cli.cpu.attention.store import store_halves
 from sparsekv_cli.cpu.jit.kernel import njit
@@ -36,17 +37,6 @@ from sparsekv_cli.cpu.sals.vectors import (
 from sparsekv_cli.cpu.vector.declared import f32, f64
 
 PIECE = 32  # rows that are reconstructed at a time: as many stay in the L1 cache
-
-
-class RowPointers(NamedTuple):
-    """f16 K and V rows of a KVStore: addresses, then bytes between kv heads and rows."""
-
-    k: int
-    v: int
-    k_head: int
-    v_head: int
-    k_row: int
-    v_row: int
 
 
 class Latents(NamedTuple):
@@ -226,17 +216,17 @@ def write_columns(z, tile, lane, record, words):
 
 
 @njit(cache=True, nogil=True)
-def encode_rows(rows, slot, position, count, basis, latents, index):
+def encode_rows(layout, slot, position, count, basis, latents, index):
     """Encodes ``count`` rows from row ``slot`` on as latents from ``index`` on.
 
-    position: of row ``slot``.
+    layout: of the rows (attention/rows.py). position: of row ``slot``.
     """
     n_kv, r_star = basis.n_kv, latents.score_rank
     width, r_padded = basis.encode.shape
     d_padded = width // n_kv
     x = np.empty((MAX_ROWS, width), np.float32)
     z = np.empty((MAX_ROWS, r_padded), np.float32)
-    value = np.empty(rows.v_row // 2, np.float32)
+    value = np.empty(layout[V_ROW] // 2, np.float32)
     cosines = np.empty(len(basis.turns), np.float32)
     sines = np.empty(len(basis.turns), np.float32)
     n_words = words_of(r_star)
@@ -247,7 +237,7 @@ def encode_rows(rows, slot, position, count, basis, latents, index):
             cos_sin(basis.turns, -np.float64(position + start + j), basis.n_pairs, cosines, sines)
             for g in range(n_kv):
                 key = x[j, g * d_padded : (g + 1) * d_padded]
-                at = rows.k + g * rows.k_head + (slot + start + j) * rows.k_row
+                at = layout[K] + g * layout[K_HEAD] + (slot + start + j) * layout[K_ROW]
                 widen_halves(at, d_padded, key)
                 rotate_row(key, basis.n_pairs, cosines, sines, np.float32(1) / basis.rope_scale)
         for c in range(0, r_padded, LANES):
@@ -264,19 +254,19 @@ def encode_rows(rows, slot, position, count, basis, latents, index):
             scatter_halves(z[j, r_star:], latents.rank - r_star, at, 2)
             values = at + 2 * (latents.rank - r_star)
             for g in range(n_kv):
-                at = rows.v + g * rows.v_head + (slot + start + j) * rows.v_row
+                at = layout[V] + g * layout[V_HEAD] + (slot + start + j) * layout[V_ROW]
                 widen_halves(at, len(value), value)
                 quantize_head(value, basis.d_v, latents.bits, values + g * latents.head_bytes)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def encode_range(rows, slot, position, count, basis, latents, index):
+def encode_range(layout, slot, position, count, basis, latents, index):
     """``encode_rows`` on all threads."""
     n_piece = (count + PIECE - 1) // PIECE
     for piece in prange(n_piece):
         start = piece * PIECE
         size = min(PIECE, count - start)
-        encode_rows(rows, slot + start, position + start, size, basis, latents, index + start)
+        encode_rows(layout, slot + start, position + start, size, basis, latents, index + start)
 
 
 @njit(cache=True, nogil=True)
@@ -290,14 +280,14 @@ def prefetch_rows(chosen, latents):
 
 
 @njit(cache=True, nogil=True)
-def reconstruct_rows(chosen, slots, basis, latents, out):
-    """Writes K and V of latent chosen[j] as f16 rows slots[j] of ``out``, for all j < count.
+def reconstruct_rows(chosen, slots, basis, latents, layout):
+    """Writes K and V of latent chosen[j] as f16 rows slots[j] of ``layout``, for all j < count.
 
     K is decoded and rotated. V is dequantised. chosen, slots int32 (count,), count <= PIECE.
     """
     count = len(chosen)
     n_kv, r, r_star = basis.n_kv, latents.rank, latents.score_rank
-    d_padded = out.k_row // 2
+    d_padded = layout[K_ROW] // 2
     z = np.empty((count, r + 2 * LANES), np.float32)
     key = np.empty((count, d_padded), np.float32)
     cosines = np.empty((count, len(basis.turns)), np.float32)
@@ -329,27 +319,27 @@ def reconstruct_rows(chosen, slots, basis, latents, out):
             )  # fmt: skip
         for j in range(count):
             rotate_row(key[j], basis.n_pairs, cosines[j], sines[j], basis.rope_scale)
-            at = out.k + g * out.k_head + slots[j] * out.k_row
+            at = layout[K] + g * layout[K_HEAD] + slots[j] * layout[K_ROW]
             store_halves(key[j], at, d_padded)
             source = latents.records + np.int64(chosen[j]) * latents.record + values
-            at = out.v + g * out.v_head + slots[j] * out.v_row
+            at = layout[V] + g * layout[V_HEAD] + slots[j] * layout[V_ROW]
             read_head(latents.bits, source + g * latents.head_bytes, basis.d_v, at)
 
 
 @njit(cache=True, nogil=True)
-def _reconstruct_piece(start, size, basis, latents, out, slot):
+def _reconstruct_piece(start, size, basis, latents, layout, slot):
     chosen = np.arange(start, start + size).astype(np.int32)
     slots = np.arange(slot, slot + size).astype(np.int32)
-    reconstruct_rows(chosen, slots, basis, latents, out)
+    reconstruct_rows(chosen, slots, basis, latents, layout)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def reconstruct_range(count, basis, latents, out, slot):
-    """Reconstructs the first ``count`` latents as rows ``slot`` on of ``out``, on all threads."""
+def reconstruct_range(count, basis, latents, layout, slot):
+    """Reconstructs the first ``count`` latents as rows from ``slot`` on, on all threads."""
     for piece in prange((count + PIECE - 1) // PIECE):
         start = piece * PIECE
         size = min(PIECE, count - start)
-        _reconstruct_piece(start, size, basis, latents, out, slot + start)
+        _reconstruct_piece(start, size, basis, latents, layout, slot + start)
 
 
 @njit(cache=True, nogil=True)

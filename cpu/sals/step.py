@@ -14,14 +14,13 @@ from sparsekv_cli.cpu.attention.decode import (
     begin_softmax,
     merge_pieces,
 )
-from sparsekv_cli.cpu.attention.rows import K_HEAD, K_ROW, V_HEAD, V_ROW, K, V, listed_rows
+from sparsekv_cli.cpu.attention.rows import listed_rows
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import keep, tasks_of
 from sparsekv_cli.cpu.jit.pointers import integer_pointer
 from sparsekv_cli.cpu.sals.latent import (
     PIECE,
-    RowPointers,
     assign_slots,
     encode_rows,
     prefetch_rows,
@@ -44,13 +43,6 @@ FIRST, SCORE, RECONSTRUCT, ATTEND = range(4)  # the tasks of ``run_thread``, in 
 
 
 @njit(cache=True, nogil=True)
-def _rows(layout):
-    return RowPointers(
-        layout[K], layout[V], layout[K_HEAD], layout[V_HEAD], layout[K_ROW], layout[V_ROW]
-    )
-
-
-@njit(cache=True, nogil=True)
 def _attend(work, g, n_kv, rows, softcap, sinks, piece, buffer):
     """Computes a piece of the softmax state of kv head g's query heads, over HeadRows.
 
@@ -59,9 +51,8 @@ def _attend(work, g, n_kv, rows, softcap, sinks, piece, buffer):
     """
     group = work.queries.shape[0] // n_kv
     heads = slice(g * group, (g + 1) * group)
-    state = Softmax(
-        peak=work.peak[piece, heads], mass=work.mass[piece, heads], acc=work.acc[piece, heads]
-    )
+    at = piece, heads
+    state = Softmax(peak=work.peak[at], mass=work.mass[at], acc=work.acc[at])
     begin_softmax(sinks[heads], state)
     attend_heads(work.queries[heads], rows, softcap, state, buffer)
 
@@ -114,7 +105,7 @@ def _score_tasks(counter, this, work, weight):
 @njit(cache=True, nogil=True, forceinline=True)
 def _reconstruct_tasks(counter, this, work):
     """Runs tasks, each a piece of the missing latents: reconstructs it as rows of ``rows``."""
-    basis, latents, rows, n_threads = this.basis, this.latents, _rows(this.rows), this.n_threads
+    basis, latents, rows, n_threads = this.basis, this.latents, this.rows, this.n_threads
     n, slots = this.n_new[0], work.missing_slots
     missing = work.missing[:n]
     for piece in tasks_of(counter, (n + PIECE - 1) // PIECE):
@@ -164,9 +155,7 @@ def sals_step(at):
     work = scratch(SALSWork, at, memory.shared)
     if this.leaving >= 0:
         last = this.n_latent - 1
-        encode_rows(
-            _rows(this.exact), this.leaving, latents.first + last, 1, this.basis, latents, last
-        )
+        encode_rows(this.exact, this.leaving, latents.first + last, 1, this.basis, latents, last)
     put_scaled(work.queries, this.q, this.scale)
     put(work.units, query_units(work.queries, this.blocks))
     run(this.thread, n_threads, at, FIRST, memory)

@@ -47,18 +47,14 @@ class Block(NamedTuple):
     scales: Value  # <k x float>, each for 1/k of the elements
     offsets: Value | None = None  # <k x float>; None: 0
 
-    def sixteens(
-        self,
-    ) -> list[Value]:
+    def sixteens(self) -> list[Value]:
         """Returns the integers as <16 x i8> each."""
         if self.q[0].type.count == LANES:
             return self.q
         starts = range(0, self.q[0].type.count, LANES)
         return [q.shuffle(range(at, at + LANES)) for q in self.q for at in starts]
 
-    def floats(
-        self,
-    ) -> Iterator[Value]:
+    def floats(self) -> Iterator[Value]:
         """Yields elements, <16 x float>. q * scale is exact in f32, so an offset rounds once."""
         parts = self.sixteens()
         a_scale = len(parts) // self.scales.type.count

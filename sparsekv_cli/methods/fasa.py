@@ -8,7 +8,7 @@ chunks of their kv head. Each query head attends exactly to its best N_fac keys.
 |---|---|
 | eq 4, Algorithm 1: contextual agreement of a chunk | judge_chunks (cpu/fasa/dominance.py) |
 | eq 5, the N_tip dominant chunks | rank_chunks, order_dims (cpu/fasa/dominance.py) |
-| section 4.1, scores by dominant chunks, top N_fac | cpu/fasa/chunks.py score_chunks, choose_rows |
+| section 4.1, scores by dominant chunks, top N_fac | cpu/fasa/chunks.py score_pieces, choose_rows |
 | eq 6, 7, focused attention at original positions | cpu/fasa/attend.py attend_split_rows |
 | section 4.3, D.1, FASA-C and FASA-M | variant=c and variant=m of SplitStore |
 

@@ -234,9 +234,6 @@ class SALSCache(LayerCache):
             rows = self._exact.copy(self._exact.capacity)
             self._start = _Start(self.n, self._latents.n, self._ring_from, rows)
 
-    def _pointers(self, store: KVStore) -> latent.RowPointers:
-        return latent.RowPointers(*store.layout[: len(latent.RowPointers._fields)].tolist())
-
     def _slots_of(self, start: int, stop: int) -> np.ndarray:
         """Returns the places in ``_exact`` of rows start .. stop - 1; these must fit the ring."""
         return self._slots[start % self._ring :][: stop - start]
@@ -253,9 +250,7 @@ class SALSCache(LayerCache):
         done = first + latents.n
         count = max(0, n - self.method.window - done)
         latents.reserve(max(latents.n + count, self._announced - first - self.method.window))
-        latent.encode_range(
-            self._pointers(store), done, done, count, self._basis, latents.table, latents.n
-        )
+        latent.encode_range(store.layout, done, done, count, self._basis, latents.table, latents.n)
         self._ring_from = max(self._ring_from, n - self._ring)
         slots = self._slots_of(self._ring_from, n)
         for target, source in ((self._exact.k, store.k), (self._exact.v, store.v)):
@@ -268,9 +263,7 @@ class SALSCache(LayerCache):
     def _restore(self, latents: latent.LatentStore) -> None:
         """Fills ``store`` with all rows: reconstructed from ``latents``, and the exact rows."""
         store, n, first = self.store, self._n, self._first
-        latent.reconstruct_range(
-            latents.n, self._basis, latents.table, self._pointers(store), first
-        )
+        latent.reconstruct_range(latents.n, self._basis, latents.table, store.layout, first)
         exact_from = first + latents.n  # the ring may still have rows that are latents
         slots = self._slots_of(exact_from, n)
         for target, source in ((store.k, self._exact.k), (store.v, self._exact.v)):

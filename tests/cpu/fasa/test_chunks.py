@@ -70,16 +70,16 @@ def test_appended_rows_are_what_a_split_of_them_gives(n_head, n_kv, d, n_dom):
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize("n_split", [1, 3])
 @pytest.mark.parametrize(("n_head", "n_kv", "d", "n_dom"), GEOMETRIES)
-def test_score_chunks(n_head, n_kv, d, n_dom, n, n_threads):
+def test_score_pieces(n_head, n_kv, d, n_dom, n, n_split):
     """The best of each block; the scores behind it to the same bits, whatever the tile."""
     layer = Split(n_kv, d, n_dom, padded(n))
     q = np.random.default_rng(2).standard_normal((n_head, n_dom)).astype(np.float32)
     n_block = -(-n // BLOCK)
     best = np.zeros((n_head, n_block), np.float32)
-    chunks.score_chunks(q, layer.dom, n, best, n_threads)
-    expected = chunks.score_chunks_ref(q, layer.dom.view(np.float16))[:, : BLOCK * n_block]
+    chunks.score_pieces(np.zeros(1, np.int64), q, layer.dom, n_split, best)
+    expected = chunks.score_pieces_ref(q, layer.dom.view(np.float16))[:, : BLOCK * n_block]
     blocks = expected.reshape(n_head, n_block, BLOCK)
     np.testing.assert_allclose(best, blocks.max(2), atol=1e-4)
     group = n_head // n_kv

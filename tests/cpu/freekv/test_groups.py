@@ -7,8 +7,7 @@ from freekv_pages import half, make_cache
 from sparsekv_cli.cache.spec import NO_SINKS
 from sparsekv_cli.cpu.freekv import choice, recall
 from sparsekv_cli.cpu.freekv.pages import GROUPED, SCORED, group_summaries_ref
-from sparsekv_cli.cpu.freekv.recall import VISITED
-from sparsekv_cli.cpu.freekv.step import FreeKVStep
+from sparsekv_cli.cpu.freekv.step import VISITED, FreeKVStep
 from sparsekv_cli.cpu.quest.pages import page_summaries_ref
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from sparsekv_cli.cpu.jit.pointers import address
+from sparsekv_cli.cpu.attention.rows import layout_of
 from sparsekv_cli.cpu.sals import latent
 
 ROPE_SCALE = 1.2
@@ -56,12 +56,9 @@ class Stored(NamedTuple):
     v: np.ndarray
 
     @property
-    def rows(self) -> latent.RowPointers:
-        """Where they lie; valid as long as this object."""
-        k, v = self
-        return latent.RowPointers(
-            address(k), address(v), k.strides[0], v.strides[0], k.strides[1], v.strides[1]
-        )
+    def rows(self) -> np.ndarray:
+        """Their layout; valid as long as this object."""
+        return layout_of(*self)
 
 
 def make_rows(case: Case, n: int, seed: int = 1) -> Stored:
