@@ -101,6 +101,9 @@ def test_a_sequence_that_joins_takes_no_capture(method, tmp_path, monkeypatch, d
             n_captured.append(len(captures))
             captures.clear()
         assert engine.cuda is not None and not engine.cuda.found
+    if method == "freekv":  # a first step after a prefill has a program of its own
+        assert n_captured == [0] * len(n_captured)
+        return
     n = n_captured[1]
     assert n >= 1 and n_captured == [0, n, 0, n, 0, 0, 0]
 

@@ -129,9 +129,11 @@ PLANTED: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = {
     "the allocator is not told": (
         "lfps", replaced(Block, "used_by", lambda *_: None), "giving back"
     ),
-    "memory that a second stream reads": ("freekv", read_beside(captured=False), "giving back"),
+    "memory that a second stream reads": (
+        "freekv-ahead", read_beside(captured=False), "giving back"
+    ),
     "memory that a second stream of a capture reads": (
-        "freekv", read_beside(captured=True), "giving back"
+        "freekv-ahead", read_beside(captured=True), "giving back"
     ),
     "item": ("full", in_each_step(lambda _, x: int(x.step.n[0]) * 0), "_local_scalar_dense"),
     "nonzero": ("full", in_each_step(lambda _, x: len(x.q.nonzero()) * 0), "nonzero"),
