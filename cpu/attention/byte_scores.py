@@ -42,10 +42,9 @@ def _add_products(total: Value, rows: Value, query: Value, *, unsigned: bool = T
     rows, query = rows.bitcast(halves), query.bitcast(halves)
     even = rows & 255, (query << eight).signed_shift(eight)
     odd = rows >> eight, query.signed_shift(eight)
+    sixteens = range(LANES), range(LANES, PAIR)
     for pair in (even, odd):
-        parts = []
-        for lanes in (range(LANES), range(LANES, PAIR)):
-            parts.append(pair_products(*(each.shuffle(lanes) for each in pair)))
+        parts = [pair_products(*(each.shuffle(lanes) for each in pair)) for lanes in sixteens]
         total = total + parts[0].shuffle(range(LANES), parts[1])
     return total
 
@@ -87,12 +86,7 @@ def largest_of_query(n_dims: int) -> int:
 
 
 def emit_half_products(
-    n_queries: int,
-    query: Value,
-    query_row: Value,
-    tile: Value,
-    n_words: Value,
-    factor: int,
+    n_queries: int, query: Value, query_row: Value, tile: Value, n_words: Value, factor: int
 ) -> list[list[Value]]:
     """Returns each query's products with a tile of half bytes, times ``factor``, a power of 2.
 

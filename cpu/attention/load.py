@@ -8,19 +8,7 @@ from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
 from sparsekv_cli.cpu.attention.rows import HIGH_BITS, KIND, NIBBLES, Q4_0, Q5_1, Q8_0, QUANT_BLOCK
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
-from sparsekv_cli.cpu.jit.value import (
-    F16,
-    F32,
-    I1,
-    I8,
-    I32,
-    LANES,
-    Value,
-    load,
-    select,
-    store,
-    vec,
-)
+from sparsekv_cli.cpu.jit.value import F16, F32, I1, I8, I32, LANES, Value, load, select, store, vec
 
 VECTOR_LANES = LANES if llvm.has_feature("avx512f") else 8
 VW = vec(F32, VECTOR_LANES)

@@ -17,16 +17,7 @@ import numpy as np
 from numba import prange, types
 
 from sparsekv_cli.cpu.attention.flash import LOG2_E, LOWEST, larger, soften_rows
-from sparsekv_cli.cpu.attention.rows import (
-    K_HEAD,
-    K_KIND,
-    K_ROW,
-    V_HEAD,
-    V_KIND,
-    V_ROW,
-    K,
-    V,
-)
+from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, V_HEAD, V_KIND, V_ROW, K, V
 from sparsekv_cli.cpu.attention.tile import widen_row
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter

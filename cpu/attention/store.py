@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
-from sparsekv_cli.cpu.attention.rows import (
-    HIGH_BITS,
-    NIBBLES,
-    Q4_0,
-    Q5_1,
-    Q8_0,
-    QUANT_BLOCK,
-)
+from sparsekv_cli.cpu.attention.rows import HIGH_BITS, NIBBLES, Q4_0, Q5_1, Q8_0, QUANT_BLOCK
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import LITERAL, emitter
 from sparsekv_cli.cpu.jit.kernel import njit

@@ -22,11 +22,7 @@ from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import copy_bytes, keep
 from sparsekv_cli.cpu.jit.pool import N_REGIONS, expect
 from sparsekv_cli.cpu.layer.activation import gate_lanes
-from sparsekv_cli.cpu.layer.decode import (
-    add_rows,
-    finish_attention,
-    project_qkv,
-)
+from sparsekv_cli.cpu.layer.decode import add_rows, finish_attention, project_qkv
 from sparsekv_cli.cpu.layer.products import (
     N_COLUMNS,
     PLANES,
@@ -41,7 +37,11 @@ from sparsekv_cli.cpu.layer.products import (
 from sparsekv_cli.cpu.layer.rows import rms_norm
 from sparsekv_cli.cpu.layer.state import LayerState
 from sparsekv_cli.cpu.vector.views import view
-from sparsekv_cli.cpu.weights.integer import quantize_rows, quantized_stride
+from sparsekv_cli.cpu.weights.integer import (
+    quantize_activations,
+    quantize_rows,
+    quantized_stride,
+)
 
 # The matrices of such a layer's LayerState, after its inputs: o, the router, whose inputs are
 # f32, and the shared expert's gate, up and down. These are zero if there is no shared expert. The
@@ -81,16 +81,14 @@ def gate_and_up(layer, mixture, given, offsets, rows, n_rows, jobs):
         if count == 0:
             continue
         b = rows[first]
-        x, quantized = given[0] + b * x_row, given[1] + b * stride
-        inputs = (x, x_row, quantized, stride)
+        inputs = given[0] + b * x_row, x_row, given[1] + b * stride, stride
         if count > 1:
-            row = mixture.gathered.strides[0]
-            at = mixture.gathered.ctypes.data + first * row
+            at, row = mixture.gathered[first:].ctypes.data, mixture.gathered.strides[0]
             for p in range(count):
                 b = rows[first + p]
                 copy_bytes(given[0] + b * x_row, at + p * row, x_row)
                 copy_bytes(given[1] + b * stride, at + p * row + x_row, stride)
-            inputs = (at, row, at + x_row, row)
+            inputs = at, row, at + x_row, row
         set_jobs(
             jobs[n : n + n_parts], mixture.matrices[:n_parts], e, inputs, count,
             hidden + first * hidden_row, hidden_row,
@@ -98,7 +96,7 @@ def gate_and_up(layer, mixture, given, offsets, rows, n_rows, jobs):
         n += n_parts
     if mixture.n_shared:
         table = layer.matrices[layer.n_inputs + SHARED : layer.matrices.shape[0] - 1]
-        inputs = (layer.normed.ctypes.data, x_row, layer.quantized.ctypes.data, stride)
+        inputs = layer.normed.ctypes.data, x_row, layer.quantized.ctypes.data, stride
         out = hidden + rows.shape[0] * hidden_row
         set_jobs(jobs[n : n + len(table)], table, 0, inputs, n_rows, out, hidden_row)
         n += len(table)
@@ -113,11 +111,8 @@ def _gate_rows(activation, hidden, quantized, n_ff, n_planes):
     """
     for p in range(hidden.shape[0]):
         gate_lanes(hidden, activation, hidden[p], hidden[p, n_ff:], hidden[p], n_ff)
-    if n_planes:
-        quantize_rows(
-            hidden.ctypes.data, hidden.strides[0], hidden.shape[0], n_ff, n_planes,
-            quantized.ctypes.data, quantized.strides[0],
-        )  # fmt: skip
+        if n_planes:
+            quantize_activations(n_planes, hidden[p], quantized[p], n_ff)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -136,10 +131,9 @@ def _down(layer, mixture, offsets, n_slots, n_rows, jobs):
             )  # fmt: skip
             n += 1
     if mixture.n_shared:
-        last = layer.matrices.shape[0] - 1
         inputs = hidden + n_slots * row, row, quantized + n_slots * stride, stride
         set_jobs(
-            jobs[n : n + 1], layer.matrices[last : last + 1], 0, inputs, n_rows,
+            jobs[n : n + 1], layer.matrices[-1:], 0, inputs, n_rows,
             results + n_slots * result_row, result_row,
         )  # fmt: skip
         n += 1

@@ -10,14 +10,7 @@ import numpy as np
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.latent.prefill import turn_pairs
 from sparsekv_cli.cpu.latent.state import LatentState
-from sparsekv_cli.cpu.layer.products import (
-    COLUMNS,
-    N_COLUMNS,
-    PLANES,
-    multiply,
-    run_jobs,
-    set_jobs,
-)
+from sparsekv_cli.cpu.layer.products import COLUMNS, N_COLUMNS, PLANES, multiply, run_jobs, set_jobs
 from sparsekv_cli.cpu.layer.rows import rms_norm
 from sparsekv_cli.cpu.vector.put import put
 from sparsekv_cli.cpu.vector.views import view

@@ -65,8 +65,8 @@ def _format_traits(code: int) -> Traits:
     if not vnni.is_available():
         while room * 2 * format_.largest * LARGEST_INPUT > np.iinfo(np.int16).max:
             room //= 2
-    has_offsets = block.offsets is not None
-    return Traits(span, room, 0 if vnni.takes_signed() else format_.zero, int(has_offsets))
+    zero = 0 if vnni.takes_signed() else format_.zero
+    return Traits(span, room, zero, int(block.offsets is not None))
 
 
 # --- panels ---------------------------------------------------------------------------------------
@@ -156,12 +156,11 @@ def product_table(matrices: Sequence[tuple[int, np.ndarray]], n_experts: int = 1
 @njit(cache=True, nogil=True)
 def _new_scratch(n_tiles):
     """Returns a thread's scratch of ``_multiply_rows`` for up to n_tiles of inputs."""
-    width = PANEL_COLUMNS
     return (
-        np.empty((GROUP, width + 4 * WIDTH), np.uint8),
-        np.empty(GROUP * (width + 4 * WIDTH), np.uint8),
-        np.empty((2 * GROUP, width // 16), np.float32),
-        np.empty((width // 16, 2 * GROUP), np.float32),
+        np.empty((GROUP, PANEL_COLUMNS + 4 * WIDTH), np.uint8),
+        np.empty(GROUP * (PANEL_COLUMNS + 4 * WIDTH), np.uint8),
+        np.empty((2 * GROUP, PANEL_COLUMNS // 16), np.float32),
+        np.empty((PANEL_COLUMNS // 16, 2 * GROUP), np.float32),
         np.empty((TILE * n_tiles, GROUP), np.float32),
     )
 
@@ -199,9 +198,8 @@ def _multiply_rows(matrix, w, n_rows, following, tiles, n, scratch):
         for s in range(n_spans):
             for r in range(2 * GROUP):
                 panel_scales[s, r] = scales[r, s]
-        ahead, n_bytes = w + end * matrix[BLOCK_BYTES], (end - begin) * matrix[BLOCK_BYTES]
-        if part + 1 == n_parts:
-            ahead = following
+        n_bytes = (end - begin) * matrix[BLOCK_BYTES]
+        ahead = w + end * matrix[BLOCK_BYTES] if part + 1 < n_parts else following
         for tile in range(n_tiles):
             for r in range(tile * GROUP // n_tiles, (tile + 1) * GROUP // n_tiles):
                 prefetch_lines(ahead + r * row_bytes, n_bytes)
@@ -223,12 +221,8 @@ def _store_sums(sums, n_rows, out, first, last, column):
     They are rounded to the type of ``out``, f32 or bf16.
     """
     for i in range(first, last):
-        if n_rows == GROUP:
-            for r in range(GROUP):
-                out[i, column + r] = rounded(out, sums[i - first, r])
-        else:
-            for r in range(n_rows):
-                out[i, column + r] = rounded(out, sums[i - first, r])
+        for r in range(n_rows):
+            out[i, column + r] = rounded(out, sums[i - first, r])
 
 
 @njit(cache=True, nogil=True)

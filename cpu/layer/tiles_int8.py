@@ -131,11 +131,7 @@ def _operands(
 
 
 def _dots(
-    traits: Traits,
-    w: Value,
-    x: Value,
-    inputs: Sequence[int],
-    totals: list[Value],
+    traits: Traits, w: Value, x: Value, inputs: Sequence[int], totals: list[Value]
 ) -> list[Value]:
     """Returns totals + the sums over a span, <WIDTH x i32>, for each input and vector."""
 

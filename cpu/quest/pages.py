@@ -21,17 +21,7 @@ from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import tasks_of
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.jit.value import (
-    F16,
-    F32,
-    I64,
-    LANES,
-    VF,
-    call_named,
-    const,
-    store,
-    vec,
-)
+from sparsekv_cli.cpu.jit.value import F16, F32, I64, LANES, VF, call_named, const, store, vec
 
 
 @emitter(meanstd=(0, 1))

@@ -17,18 +17,7 @@ from sparsekv_cli.cpu.attention.flash import larger
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.value import (
-    F32,
-    I32,
-    LANES,
-    VF,
-    VI,
-    Value,
-    const,
-    load,
-    select,
-    store,
-)
+from sparsekv_cli.cpu.jit.value import F32, I32, LANES, VF, VI, Value, const, load, select, store
 from sparsekv_cli.cpu.sals.latent import LatentBasis
 from sparsekv_cli.cpu.sals.vectors import cos_sin, rotate_pair
 from sparsekv_cli.cpu.vector.declared import f32, f64, i32, i64

@@ -8,12 +8,7 @@ work: of SALSWork.
 import numpy as np
 from numba import carray
 
-from sparsekv_cli.cpu.attention.decode import (
-    Softmax,
-    attend_heads,
-    begin_softmax,
-    merge_pieces,
-)
+from sparsekv_cli.cpu.attention.decode import Softmax, attend_heads, begin_softmax, merge_pieces
 from sparsekv_cli.cpu.attention.rows import listed_rows
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.jit.kernel import njit

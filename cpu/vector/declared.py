@@ -120,10 +120,7 @@ def declared(cls: Any, view: Any, name: str = "", word: int = 0) -> FieldGroup:
 
 
 def size_of(
-    b: ir.IRBuilder,
-    dim: int | str,
-    word_of: Callable[[str], ir.Value],
-    refuse: Callable[[], None],
+    b: ir.IRBuilder, dim: int | str, word_of: Callable[[str], ir.Value], refuse: Callable[[], None]
 ) -> ir.Value:
     """Returns a dim's value, i64. word_of: returns the value of a name.
 

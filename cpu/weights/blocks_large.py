@@ -108,10 +108,8 @@ def _iq4_xs(p: Value) -> Block:
     high = load(I16, p, 2).splat(8) >> shifts
     high = (high.to(vec(I8, 8)) & 3) << 4
     scales = (low | high) - 32
-    q = []
-    for group in range(8):
-        for bits in nibbles(load(vec(I8), p, 8 + 16 * group)):
-            q.append(lookup16(IQ4_NL_VALUES, bits))
+    groups = (nibbles(load(vec(I8), p, 8 + 16 * group)) for group in range(8))
+    q = [lookup16(IQ4_NL_VALUES, bits) for group in groups for bits in group]
     return Block(q, True, times(d, scales.to(vec(F32, 8))))
 
 
@@ -124,9 +122,8 @@ def _tq1_0(p: Value) -> Block:
     bytes_ = [load(vec(I8), p, 16 * i) for i in range(3)]
     first = [bytes_[i] * 3**n for n in range(5) for i in range(2)]
     second = [bytes_[2] * 3**n for n in range(5)]
-    q = []
-    for digits in [*first, *second, four * powers]:
-        q.append(((digits.unsigned_to(vec(I16)) * 3) >> 8).to(vec(I8)) - 1)
+    digits = [*first, *second, four * powers]
+    q = [((each.unsigned_to(vec(I16)) * 3) >> 8).to(vec(I8)) - 1 for each in digits]
     return Block(q, True, d.shuffle([0] * 8))
 
 

@@ -78,10 +78,8 @@ def _four_fifth_bits(p: Value, n_bytes: int, qh_at: int, q: list[Value]) -> list
     """Adds 16 to the elements of q whose bit is set in their block's 32 bits at qh_at."""
     out = []
     for pair, part in enumerate(q):
-        low, high = (
-            load(I32, p, (2 * pair + block) * n_bytes + qh_at).unsigned_to(I64)
-            for block in range(2)
-        )
+        places = (block * n_bytes + qh_at for block in (2 * pair, 2 * pair + 1))
+        low, high = (load(I32, p, place).unsigned_to(I64) for place in places)
         mask = (low | high << 32).bitcast(vec(I1, 64))
         out.append(part | select(mask, const(I8, 16, 64), const(I8, 0, 64)))
     return out

@@ -18,7 +18,6 @@ import numpy as np
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.emitter import emitter
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.pointers import address
 from sparsekv_cli.cpu.jit.value import (
     F32,
     I8,
@@ -73,11 +72,6 @@ class Rounded(NamedTuple):
     sums: list[Value]  # of scale * integer over each half
 
 
-def round_block(x: Value, largest: float) -> Rounded:
-    """Rounds the 32 f32 at address x to integers up to ``largest``."""
-    return round_halves([load(VF, x, 4 * LANES * h) for h in range(2)], largest)
-
-
 def round_halves(halves: list[Value], largest: float) -> Rounded:
     """Rounds a block's halves, two <16 x float>, to integers up to ``largest``."""
     sizes = [half.call("fabs") for half in halves]
@@ -102,7 +96,8 @@ def quantize_activations(n_planes, x, out, n):
 
     @llvm.every(n, BLOCK)
     def body(i):
-        block = round_block(x + i * 4, LARGEST[n_planes])
+        values = [load(VF, x + i * 4, 4 * LANES * h) for h in range(2)]
+        block = round_halves(values, LARGEST[n_planes])
         for h, half in enumerate(block.halves):
             _store_values(half.to(VI), places, i + LANES * h)
             at = places.sums16 + i * 4 // LANES
@@ -161,10 +156,7 @@ class Sums(NamedTuple):
 
 
 def _emit_block(
-    format_: BlockFormat,
-    p: Value,
-    rows: Sequence[BlockInputs],
-    old: Sequence[Sums],
+    format_: BlockFormat, p: Value, rows: Sequence[BlockInputs], old: Sequence[Sums]
 ) -> list[Sums]:
     """Adds the products of one block of weights with each input's activations to its sums.
 
@@ -202,11 +194,7 @@ def _emit_block(
 
 
 def emit_row(
-    format_: BlockFormat,
-    n_planes: int,
-    w: Value,
-    xs: Sequence[Value],
-    n: Value,
+    format_: BlockFormat, n_planes: int, w: Value, xs: Sequence[Value], n: Value
 ) -> list[Value]:
     """Returns the dot products, floats, of one row at w with each of ``xs``; see weights/vnni.py.
 
@@ -251,27 +239,6 @@ def quantize_rows(x, x_row, n_rows, n, n_planes, out, out_row):
     """Runs ``quantize_activations`` on rows x_row bytes apart, to rows out_row bytes apart."""
     for i in range(n_rows):
         quantize_activations(n_planes, x + i * x_row, out + i * out_row, n)
-
-
-def quantize(x: np.ndarray, n_planes: int) -> np.ndarray:
-    """Rounds x f32 (n,), n a multiple of 32, to blocks: uint8 (quantized_bytes(n),).
-
-    x f32 (B, n) gives uint8 (B, quantized_stride(n)).
-    """
-    n = x.shape[-1]
-    out = np.zeros((x.size // n, quantized_stride(n)), np.uint8)
-    rows = np.ascontiguousarray(x)
-    quantize_rows(address(rows), 4 * n, len(out), n, n_planes, address(out), out.strides[0])
-    return out[0, : quantized_bytes(n)] if x.ndim == 1 else out
-
-
-def values_of(quantized: np.ndarray, n: int, n_planes: int) -> np.ndarray:
-    """Returns the i16 values (n,) of ``quantize``'s output, in either layout."""
-    if not vnni.is_available():
-        return quantized[: 2 * n].view(np.int16)
-    planes = (quantized[n * i : n * (i + 1)].view(np.int8) for i in range(n_planes))
-    high, *low = (plane.astype(np.int16) for plane in planes)
-    return 256 * high + low[0] if low else high
 
 
 def quantize_ref(x: np.ndarray, n_planes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -158,10 +158,7 @@ def repack_ref(code: int, w: np.ndarray) -> np.ndarray:
 
 
 def _dots(
-    qs: list[Value],
-    rows: Sequence[ByteInputs],
-    at: Value,
-    lines: llvm.Prefetches,
+    qs: list[Value], rows: Sequence[ByteInputs], at: Value, lines: llvm.Prefetches
 ) -> list[Value]:
     """Returns <16 x i32> for each of ``rows``: the integers times the activations from ``at`` on.
 
@@ -178,11 +175,7 @@ def _dots(
 
 
 def _short_dots(
-    qs: list[Value],
-    rows: Sequence[ByteInputs],
-    at: Value,
-    lines: llvm.Prefetches,
-    room: int,
+    qs: list[Value], rows: Sequence[ByteInputs], at: Value, lines: llvm.Prefetches, room: int
 ) -> list[Value]:
     """``_dots`` with AVX2, for integers so small that ``room`` sums of two products fit an i16.
 

@@ -8,19 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from sparsekv_cli.cpu.jit.value import (
-    F16,
-    I8,
-    I16,
-    I32,
-    LANES,
-    VF,
-    VI,
-    Value,
-    const,
-    load,
-    vec,
-)
+from sparsekv_cli.cpu.jit.value import F16, I8, I16, I32, LANES, VF, VI, Value, const, load, vec
 from sparsekv_cli.cpu.weights import vnni
 from sparsekv_cli.cpu.weights.block import IQ4_NL_VALUES, MXFP4_VALUES, lookup16
 from sparsekv_cli.cpu.weights.blocks_small import power_of_two, unsigned_e4m3
@@ -195,11 +183,7 @@ def _k_affine(p: Value) -> Iterator[tuple[Value, Value]]:
 
 
 def _with_bits(
-    q: Sequence[Value],
-    words: Sequence[Value],
-    first: int,
-    count: int,
-    above: int = 4,
+    q: Sequence[Value], words: Sequence[Value], first: int, count: int, above: int = 4
 ) -> list[Value]:
     """Adds ``count`` bits of each byte of ``words``, from ``first`` on, to q at bit ``above``."""
     every = const(I32, (0x01010101 << above) * ((1 << count) - 1))

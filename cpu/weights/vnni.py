@@ -93,9 +93,8 @@ def dot_bytes(total: Value, w: Value, x: Value, *, unsigned: bool = False) -> Va
     if llvm.has_feature("avx512vnni") or takes_signed():
         return add_dots(total, w, x, unsigned=unsigned)
     w, x = w.bitcast(VI), x.bitcast(VI)
-    halves = []
-    for lanes in (range(8), range(8, 16)):
-        halves.append(add_dots(*(part.shuffle(lanes) for part in (total, w, x))))
+    eights = range(8), range(8, 16)
+    halves = [add_dots(*(part.shuffle(lanes) for part in (total, w, x))) for lanes in eights]
     return halves[0].shuffle(range(LANES), halves[1])
 
 
@@ -198,11 +197,7 @@ def _add_products(
 
 
 def emit_row(
-    format_: BlockFormat,
-    n_planes: int,
-    w: Value,
-    xs: Sequence[Value],
-    n: Value,
+    format_: BlockFormat, n_planes: int, w: Value, xs: Sequence[Value], n: Value
 ) -> list[Value]:
     """Returns the dot products, floats, of one row at w with each of ``xs``.
 

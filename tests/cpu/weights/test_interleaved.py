@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matrix_kernels import call_rows
+from matrix_kernels import call_rows, quantize
 from numba import njit, types
 from quantized_weights import random_rows
 from sweeps import sweep
@@ -108,7 +108,7 @@ def test_products_of_one_input(name):
     x = np.random.default_rng(1).standard_normal((1, n_columns)).astype(np.float32)
     signature = (types.literal(code), types.literal(2)) + (types.int64,) * 10
     kernel = dot.function_address(njit(one_dot), signature)
-    quantized, found = integer.quantize(x[0], 2), np.empty((1, 16), np.float32)
+    quantized, found = quantize(x[0], 2), np.empty((1, 16), np.float32)
     packed = repacked(name, w)
     call_rows(
         kernel, dot.address(packed), w.strides[0], n_columns, dot.address(quantized),
