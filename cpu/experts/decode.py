@@ -89,10 +89,8 @@ def gate_and_up(layer, mixture, given, offsets, rows, n_rows, jobs):
                 copy_bytes(given[0] + b * x_row, at + p * row, x_row)
                 copy_bytes(given[1] + b * stride, at + p * row + x_row, stride)
             inputs = at, row, at + x_row, row
-        set_jobs(
-            jobs[n : n + n_parts], mixture.matrices[:n_parts], e, inputs, count,
-            hidden + first * hidden_row, hidden_row,
-        )  # fmt: skip
+        table, out = mixture.matrices[:n_parts], hidden + first * hidden_row
+        set_jobs(jobs[n : n + n_parts], table, e, inputs, count, out, hidden_row)
         n += n_parts
     if mixture.n_shared:
         table = layer.matrices[layer.n_inputs + SHARED : layer.matrices.shape[0] - 1]
@@ -125,17 +123,13 @@ def _down(layer, mixture, offsets, n_slots, n_rows, jobs):
         first, count = offsets[e], offsets[e + 1] - offsets[e]
         if count:
             inputs = hidden + first * row, row, quantized + first * stride, stride
-            set_jobs(
-                jobs[n : n + 1], mixture.matrices[mixture.n_parts :], e, inputs, count,
-                results + first * result_row, result_row,
-            )  # fmt: skip
+            table, out = mixture.matrices[mixture.n_parts :], results + first * result_row
+            set_jobs(jobs[n : n + 1], table, e, inputs, count, out, result_row)
             n += 1
     if mixture.n_shared:
         inputs = hidden + n_slots * row, row, quantized + n_slots * stride, stride
-        set_jobs(
-            jobs[n : n + 1], layer.matrices[-1:], 0, inputs, n_rows,
-            results + n_slots * result_row, result_row,
-        )  # fmt: skip
+        out = results + n_slots * result_row
+        set_jobs(jobs[n : n + 1], layer.matrices[-1:], 0, inputs, n_rows, out, result_row)
         n += 1
     return n
 

@@ -80,7 +80,9 @@ def centred_waves(n: int, bins: np.ndarray) -> tuple[np.ndarray, list[int]]:
     has_cosine, has_sine = 2 * bins != n, bins != 0
     cosines, sines = norm * np.cos(angles), norm * np.sin(angles)
     parts = [
-        cosines[has_cosine & even], cosines[has_cosine & odd], sines[has_sine & odd],
+        cosines[has_cosine & even],
+        cosines[has_cosine & odd],
+        sines[has_sine & odd],
         sines[has_sine & even],
-    ]  # fmt: skip
+    ]
     return np.concatenate(parts), [len(part) for part in parts]

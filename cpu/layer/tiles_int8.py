@@ -197,9 +197,7 @@ def _add_span(traits: Traits, span: _Span, inputs: Sequence[int]) -> None:
 
 
 @emitter(span=LITERAL, room=LITERAL, zero=LITERAL, has_offsets=LITERAL)
-def _multiply_tile(
-    span, room, zero, has_offsets, panel, scales, n_spans, tile, n, column, sums
-):  # fmt: skip
+def _multiply_tile(span, room, zero, has_offsets, panel, scales, n_spans, tile, n, column, sums):
     """sums f32 (TILE, GROUP) += n_spans of a panel times inputs from ``column`` on; addresses.
 
     span, room, zero, has_offsets: literals (see Traits). tile: inputs of n values. The spans are
@@ -236,7 +234,7 @@ def _multiply_tile(
 @njit(cache=True, nogil=True)
 def _multiply_panel(
     span, room, zero, has_offsets, panel, scales, n_spans, tiles, tile_row, n, column, n_tiles, sums
-):  # fmt: skip
+):
     """``_multiply_tile`` over n_tiles of inputs, tile_row bytes apart."""
     for tile in range(n_tiles):
         at, to = tiles + tile * tile_row, sums + tile * 4 * TILE * GROUP

@@ -50,9 +50,11 @@ def make_moments(n_kv_head: int, d: int, *, covariance: bool) -> Moments:
     """Returns the sums of no rows."""
     size = d if covariance else 0
     return Moments(
-        np.zeros(1, np.int64), np.zeros((n_kv_head, d), np.float32), np.zeros((n_kv_head, d)),
+        np.zeros(1, np.int64),
+        np.zeros((n_kv_head, d), np.float32),
+        np.zeros((n_kv_head, d)),
         np.zeros((n_kv_head, size, size), np.float32),
-    )  # fmt: skip
+    )
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)

@@ -194,6 +194,7 @@ class LFPSStep(KernelStep):
             return
         self._pending = _pending_update(n_head, k_budget)
         state.set(
-            pending=self._pending, kept_taus=np.zeros((n_head, 2)),
+            pending=self._pending,
+            kept_taus=np.zeros((n_head, 2)),
             kept_bits=on_lines((n_head, n_words), np.uint64),
-        )  # fmt: skip
+        )

@@ -170,10 +170,10 @@ def dequantize_into(
     n_parts: int = 1,
 ) -> None:
     """Dequantises w, uint8 (rows, row_bytes), to rows at ``out_address`` in a TO_* type."""
+    kernel, row_bytes = dequantize_address(code, target), w.strides[0]
     _dequantize_parallel(
-        dequantize_address(code, target), address(w), w.strides[0], n_columns, out_address,
-        out_row_bytes, w.shape[0], n_parts,
-    )  # fmt: skip
+        kernel, address(w), row_bytes, n_columns, out_address, out_row_bytes, len(w), n_parts
+    )
 
 
 def dequantize(code: int, w: np.ndarray, n_columns: int) -> np.ndarray:

@@ -303,7 +303,7 @@ def _group_dots(code, n_planes, count, w, x, x_row, n, out, out_row):
 @njit(cache=True, nogil=True)
 def groups_dot(
     code, n_planes, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, first, last
-):  # fmt: skip
+):
     """``rows_dot`` (weights/dot.py) over repacked weights; first, last: multiples of GROUP."""
     for r in range(first, last, GROUP):
         at, i = w + r * row_bytes, 0

@@ -96,9 +96,11 @@ def _finalize(self: Any) -> None:
 def _optimize_lightly(self: Any) -> None:
     """Runs the first half of numba's optimisation: inlines functions, simplifies the result."""
     manager, builder = self._codegen._module_pass_manager(
-        loop_vectorize=self._codegen._loopvect, slp_vectorize=False,
-        opt=self._codegen._opt_level, cost="cheap",
-    )  # fmt: skip
+        loop_vectorize=self._codegen._loopvect,
+        slp_vectorize=False,
+        opt=self._codegen._opt_level,
+        cost="cheap",
+    )
     manager.run(self._final_module, builder)
     self._is_light = True
 

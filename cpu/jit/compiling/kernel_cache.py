@@ -75,8 +75,9 @@ class KernelCache(caching._Cache):
         """Returns the common key of all signatures of the function."""
         function = self._function
         cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
-        bodies = [hashlib.sha256(data).hexdigest() for data in (function.__code__.co_code,
-                                                               dumps(cells))]  # fmt: skip
+        bodies = [
+            hashlib.sha256(data).hexdigest() for data in (function.__code__.co_code, dumps(cells))
+        ]
         named = (function.__globals__.get(name) for name in function.__code__.co_names)
         declared = [each.digest() for each in named if hasattr(each, "declaration")]
         place = (function.__module__, function.__qualname__, function.__code__.co_firstlineno)
