@@ -141,7 +141,7 @@ def test_a_pass_keeps_what_is_compiled_and_removes_what_nothing_launches(tmp_pat
     assert made == ["A", "B", "C", "D", "E"] and carried() == ["C", "D"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_second_pass_finds_what_the_first_has_compiled(first, tmp_path):
     """Both tell the same folders of the cache. Without ``--forbid`` the launches may compile."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
